@@ -3,11 +3,14 @@ another shift."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit, logit
 
-from service.fitting.probes import ActivationArray, Readouts
+from service.fitting.nested_cv import Inputs
+from service.fitting.probes import ActivationArray, Index, Readouts
 from service.readout import Site
 
 Rows = tuple[
@@ -24,6 +27,14 @@ def readouts(
     """a [n, m, heads, d], or at the residual stream [n, m, d]; label [n]."""
     values = a.astype(np.float32).reshape(*a.shape[:2], -1, a.shape[-1])
     return Readouts(ActivationArray(values, site), np.arange(len(a)), label.astype(np.int64))
+
+
+def labelled_inputs(label: NDArray[np.generic], group: Index, kinds: Sequence[str] = ()) -> Inputs:
+    """Rows of which labels, groups and kinds are known, and nothing that is read of a model."""
+    count = len(label)
+    strata = [{"kind": kind} for kind in kinds] or [{}] * count
+    data = readouts(np.zeros((count, 1, 1, 1)), label)
+    return Inputs(data, group, np.zeros((count, 2)), np.ones(count, int), tuple(strata))
 
 
 def rows(rng: np.random.Generator, groups: int, share: float, *, size: int = 1) -> Rows:

@@ -114,21 +114,22 @@ def test_too_few_groups_of_a_class_give_none() -> None:
 
 
 def test_the_larger_class_is_cut_to_three_rows_for_one() -> None:
-    group = np.arange(1000) // 2  # pairs, which stay together
-    rows = np.arange(1000)
-    balanced = context._balanced
+    rows, group = np.arange(1000), np.arange(1000) // 2  # pairs, which stay together
     label = (rows % 20 == 0).astype(np.int64)
-    kept = balanced(label, group, rows, 7)
+
+    def balanced(label: NDArray[np.int64], rows: NDArray[np.int64], seed: int = 7) -> list[int]:
+        return context._balanced(label, group, rows, seed).tolist()
+
+    kept = np.array(balanced(label, rows))
     zeros = kept[label[kept] == 0]
     assert (label[kept] == 1).sum() == 50
     assert SIDES * 50 - 1 <= len(zeros) <= SIDES * 50  # groups are whole
     assert np.array_equal(np.flatnonzero(np.isin(group, group[zeros]) & (label == 0)), zeros)
     assert np.all(np.diff(kept) > 0)
-    assert np.array_equal(kept, balanced(1 - label, group, rows, 7))
-    assert not np.array_equal(kept, balanced(label, group, rows, 8))
-    assert set(balanced(label, group, rows[::2], 7).tolist()) <= set(rows[::2].tolist())
+    assert balanced(1 - label, rows) == kept.tolist() != balanced(label, rows, 8)
+    assert set(balanced(label, rows[::2])) <= set(rows[::2].tolist())
     even = (rows % 4 == 0).astype(np.int64)
-    assert np.array_equal(balanced(even, group, rows[:400], 7), rows[:400])  # 3:1 already
+    assert balanced(even, rows[:400]) == list(range(400))  # 3:1 already
 
 
 @pytest.mark.parametrize(
@@ -154,31 +155,21 @@ def both() -> tuple[NDArray[np.floating], PromptLabels]:
 
 
 def test_passage_probes_learn_from_their_own_rows_and_give_the_columns() -> None:
+    """Which rows and heads those are: tests/trainer/test_context.py, through a whole run."""
     a, labels = both()
-    found = fit_passage_probes(readouts(a, halves(0.5, 9)), labels, EVERY, EVERY, PROBE)
-    assert found is not None
-    passage, stated = found
-    counts = [(fit.record.name, fit.record.rows, fit.record.positive) for fit in found]
-    with_passage = int(labels.passage.sum())
-    assert counts == [
-        ("passage", ROWS, with_passage),
-        ("stated", with_passage, int(labels.stated.sum())),
-    ]
-    assert [fit.probe.head.tolist() for fit in found] == [[PASSAGE] * LAYERS, [STATED] * LAYERS]
+    fits = fit_passage_probes(readouts(a, halves(0.5, 9)), labels, EVERY, EVERY, PROBE)
+    assert fits is not None
+    passage, stated = fits
     assert np.linalg.norm(passage.probe.direction, axis=1) == pytest.approx(1.0)
     assert passage.record.weight > 0
-    assert (
-        0.95
-        < passage.record.auroc
-        == pytest.approx(auroc(labels.passage.astype(int), passage.logits.mean(axis=1)))
-    )
-    columns = context.context_columns(found, labels)
+    ranked = auroc(labels.passage.astype(int), passage.logits.mean(axis=1))
+    assert 0.95 < passage.record.auroc == pytest.approx(ranked)
+    columns = context.context_columns(fits, labels)
     product = passage.probability * stated.probability
-    assert np.array_equal(
-        columns, np.stack([passage.probability, product, product * np.log(labels.tokens)], axis=1)
-    )
+    expected = (passage.probability, product, product * np.log(labels.tokens))
+    assert np.array_equal(columns, np.stack(expected, axis=1))
     short = replace(labels, tokens=np.resize([100, 399], ROWS))
-    assert np.array_equal(context.context_columns(found, short), columns[:, :2])
+    assert np.array_equal(context.context_columns(fits, short), columns[:, :2])
     assert columns[labels.stated, 1].mean() > 0.75
     assert columns[~labels.passage, :2].max(axis=1).mean() < 0.25
     z = passage.record.weight * passage.logits.mean(axis=1) + passage.record.intercept

@@ -138,18 +138,20 @@ def test_rows_of_a_group_do_not_vouch_for_each_other() -> None:
 
 def test_c_is_the_best_of_the_grid_and_one_without_a_direction_is_out() -> None:
     given = readouts(*signal())
-    chosen = PROBE.choose_c(given, EVERY, EVERY, 0)
+
+    def choose(*grid: float, c: Any = "auto", **options: Any) -> Any:
+        return DepthMeanProbe(c, c_grid=grid).choose_c(given, EVERY, EVERY, 0, **options)
+
+    chosen = choose(0.03, 0.3)
     assert chosen.auroc.keys() == {"0.03", "0.3"}
-    assert chosen.auroc[f"{chosen.c:g}"] == max(
-        value for value in chosen.auroc.values() if value is not None
-    )
-    chosen = DepthMeanProbe(c_grid=(1e-6, 0.3)).choose_c(given, EVERY, EVERY, 0)
+    known = [value for value in chosen.auroc.values() if value is not None]
+    assert chosen.auroc[f"{chosen.c:g}"] == max(known)
+    chosen = choose(1e-6, 0.3)
     assert (chosen.c, chosen.auroc["1e-06"]) == (0.3, None)
-    weak = DepthMeanProbe(c_grid=(1e-7, 1e-6))
     with pytest.raises(NoDirection, match="layer 0"):
-        weak.choose_c(given, EVERY, EVERY, 0)
-    assert weak.choose_c(given, EVERY, EVERY, 0, must=False).c == 1e-6
-    assert DepthMeanProbe(0.7, c_grid=(0.1, 1.0)).choose_c(given, EVERY, EVERY, 0) == (0.7, {})
+        choose(1e-7, 1e-6)
+    assert choose(1e-7, 1e-6, must=False).c == 1e-6
+    assert choose(0.1, 1.0, c=0.7) == (0.7, {})
 
 
 def test_the_classifier_is_calibrated_in_raw_units() -> None:
@@ -168,24 +170,20 @@ def test_refitted_probes_keep_the_scale_of_the_cross_fitted_ones() -> None:
     """On rows that neither has seen: unit norm makes 80 % of the rows and all of them speak in one
     unit."""
     rows, label = noise(1600, seed=8)
-    rows[:, :, 0, 3:6] += (
-        0.6 * (2 * label[:, None, None] - 1) * np.random.default_rng(8).uniform(0.5, 1, 3)
-    )
-    given = readouts(rows, label)
-    train, fresh = np.arange(0, 800), np.arange(800, 1600)
+    strength = 0.6 * np.random.default_rng(8).uniform(0.5, 1, 3)
+    rows[:, :, 0, 3:6] += (2 * label[:, None, None] - 1) * strength
+    given, train, fresh = readouts(rows, label), np.arange(800), np.arange(800, 1600)
     whole, part = (
         PROBE.refit(given, side, fresh, 0.1).trajectory.mean(axis=1)
         for side in (train, train[:640])
     )
     crossed = PROBE.cross_fit(given, np.arange(1600), train, 0.1).unit_norm.mean(axis=2)
     for value in (0, 1):
-        one, other = whole[label[fresh] == value], part[label[fresh] == value]
-        assert one.std() == pytest.approx(other.std(), rel=0.05)
-        assert one.mean() == pytest.approx(other.mean(), abs=0.15 * one.std())
-        assert one.mean() == pytest.approx(
-            crossed[:, label[train] == value].mean(), abs=0.2 * one.std()
-        )
+        of_all, of_part = (mean[label[fresh] == value] for mean in (whole, part))
+        of_folds, spread = crossed[:, label[train] == value], of_all.std()
+        assert spread == pytest.approx(of_part.std(), rel=0.05)
+        assert of_all.mean() == pytest.approx(of_part.mean(), abs=0.15 * spread)
+        assert of_all.mean() == pytest.approx(of_folds.mean(), abs=0.2 * spread)
     shift = scale_shift(crossed, whole, label[train])
-    assert shift["factual"]["cross_fitted_std"] == pytest.approx(
-        crossed[0, label[train] == 1].std()
-    )
+    factual = crossed[0, label[train] == 1]
+    assert shift["factual"]["cross_fitted_std"] == pytest.approx(factual.std())

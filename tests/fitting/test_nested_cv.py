@@ -51,17 +51,6 @@ def columns(
     return probe_columns(given.readouts, given.group, given.first_token, train, test, 0, probe)
 
 
-def test_folds_are_disjoint_by_group_and_cover_the_rows() -> None:
-    rng = np.random.default_rng(0)
-    group, label = rng.integers(0, 40, 200), rng.integers(0, 2, 200)
-    rows = np.flatnonzero(rng.random(200) < 0.8)
-    pairs = group_folds(label, group, rows, 5, seed=3)
-    assert sorted(np.concatenate([test for _, test in pairs]).tolist()) == rows.tolist()
-    for train, test in pairs:
-        assert not set(group[train]) & set(group[test])
-        assert sorted([*train.tolist(), *test.tolist()]) == rows.tolist()
-
-
 def test_too_few_groups_of_a_class_are_named_with_their_number_and_the_cure() -> None:
     group, every = np.arange(40) // 4, np.arange(40)
     label = (group < 8).astype(int)  # two hallucinated groups for five folds
@@ -72,8 +61,8 @@ def test_too_few_groups_of_a_class_are_named_with_their_number_and_the_cure() ->
         ((every % 2, every, few), "need 5 groups with a hallucinated row, there are 4"),
         ((label, every // 20, every), "need 5 groups, there are 2"),
     ]
-    for rows, said in cases:
-        with pytest.raises(TrainingError, match=said):
+    for rows, problem in cases:
+        with pytest.raises(TrainingError, match=problem):
             group_folds(*rows, 5, seed=1)
     with pytest.raises(TrainingError, match="hallucinated row, there are 4"):
         unchecked_folds(every % 2, every, few, 5, seed=1)
@@ -83,43 +72,40 @@ def test_too_few_groups_of_a_class_are_named_with_their_number_and_the_cure() ->
 @given(st.integers(0, 10_000), st.integers(2, 5), st.floats(0.1, 0.9))
 @settings(max_examples=10, deadline=None)
 def test_the_folds_are_scikit_learn_s(seed: int, folds: int, share: float) -> None:
+    """Of some rows of a set, and so disjoint by group."""
     rng = np.random.default_rng(seed)
-    label, group = (rng.random(60) < share).astype(int), rng.integers(0, 25, 60)
-    theirs = StratifiedGroupKFold(folds, shuffle=True, random_state=seed).split(label, label, group)
+    label, group = (rng.random(70) < share).astype(int), rng.integers(0, 25, 70)
+    rows = np.flatnonzero(rng.random(70) < 0.85)
+    theirs = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = [side.tolist() for pair in theirs for side in pair]
-    pairs = unchecked_folds(label, group, np.arange(60), folds, seed)
-    assert [side.tolist() for pair in pairs for side in pair] == expected
+        pairs = list(theirs.split(label[rows], label[rows], group[rows]))
+    ours = unchecked_folds(label, group, rows, folds, seed)
+    for expected, sides in zip(pairs, ours, strict=True):
+        assert [side.tolist() for side in sides] == [rows[side].tolist() for side in expected]
 
 
 def test_every_row_is_scored_once_per_seed_by_a_fold_without_its_group() -> None:
     label, group = np.arange(60) % 2, np.arange(60) // 3
     outer = outer_folds(label, group, folds=4, seeds=(5, 0))
-    assert [(fold.seed, fold.fold) for fold in outer] == [
-        (seed, fold) for seed in (5, 0) for fold in range(4)
-    ]
+    numbers = [(seed, fold) for seed in (5, 0) for fold in range(4)]
+    assert [(fold.seed, fold.fold) for fold in outer] == numbers
     seen: list[OuterFold] = []
 
     def fit(fold: OuterFold) -> dict[str, np.ndarray]:
         assert not set(group[fold.train]) & set(group[fold.test])
         seen.append(fold)
-        return {
-            "row": fold.test.astype(float),
-            "fold": np.full(len(fold.test), 10.0 * fold.seed + fold.fold),
-        }
+        number = np.full(len(fold.test), 10.0 * fold.seed + fold.fold)
+        return {"row": fold.test.astype(float), "fold": number}
 
     scores = nested_cv(outer, fit)
     assert list(scores) == ["row", "fold"]
     assert seen == outer
-    np.testing.assert_array_equal(
-        by_row(scores["row"], 60), [np.arange(60.0)] * 2
-    )  # no NaN: every row was tested
+    # No NaN: every row was tested.
+    np.testing.assert_array_equal(by_row(scores["row"], 60), [np.arange(60.0)] * 2)
+    of_rows = by_row(scores["fold"], 60)
     for fold, scored in zip(outer, scores["fold"], strict=True):
-        assert np.all(
-            by_row(scores["fold"], 60)[[5, 0].index(fold.seed), scored.test]
-            == 10 * fold.seed + fold.fold
-        )
+        assert np.all(of_rows[int(fold.seed == 0), scored.test] == 10 * fold.seed + fold.fold)
 
 
 def test_columns_of_the_nested_classifiers_are_out_of_fold() -> None:
@@ -181,26 +167,20 @@ def test_within_kind_and_form_rows_with_a_passage_are_in_no_pair() -> None:
 def test_what_is_known_without_a_model_is_the_share_of_each_kind_and_form() -> None:
     """Additive: kind a is right three times as often in either form; a value that training never
     had tells nothing."""
-    kind, form = np.repeat(["a", "a", "b", "b"], 100), np.tile(np.repeat(["x", "y"], 100), 2)
+    names = [(kind, form) for kind in "ab" for form in "xy"]
     label = np.concatenate([np.arange(100) < count for count in (75, 60, 25, 10)]).astype(np.int64)
-    rows = replace(
-        inputs(0.0, 400),
-        readouts=readouts(noise(400, seed=4)[0], label),
-        strata=tuple(
-            {"kind": one, "form": other}
-            for one, other in zip(kind.tolist(), form.tolist(), strict=True)
-        ),
-    )
-    risk = _without_a_model(rows, np.arange(400), rows, np.array([0, 100, 200, 300]))[KIND_AND_FORM]
-    assert risk.tolist() == pytest.approx([0.25, 0.4, 0.75, 0.9], abs=0.05)
-    unknown = replace(rows, strata=({"kind": "c", "form": "z"},) * 400)
-    assert (
-        0.4 < _without_a_model(rows, np.arange(400), unknown, np.array([0]))[KIND_AND_FORM][0] < 0.7
-    )
-    assert (
-        _without_a_model(rows, np.arange(400), replace(rows, strata=({},) * 400), np.array([0]))
-        == {}
-    )
+    strata = tuple({"kind": kind, "form": form} for kind, form in names for _ in range(100))
+    data = readouts(noise(400, seed=4)[0], label)
+    rows = replace(inputs(0.0, 400), readouts=data, strata=strata)
+
+    def known(strata: tuple[dict[str, str], ...]) -> dict[str, np.ndarray]:
+        some = np.array([0, 100, 200, 300])
+        return _without_a_model(rows, np.arange(400), replace(rows, strata=strata), some)
+
+    expected = pytest.approx([0.25, 0.4, 0.75, 0.9], abs=0.05)
+    assert known(strata)[KIND_AND_FORM].tolist() == expected
+    assert 0.4 < known(({"kind": "c", "form": "z"},) * 400)[KIND_AND_FORM][0] < 0.7
+    assert known(({},) * 400) == {}
 
 
 @pytest.mark.parametrize("site", list(Site))
@@ -208,20 +188,20 @@ def test_no_fit_of_an_outer_fold_sees_its_test_side(site: Site) -> None:
     """Poison: rows of the test side are replaced by huge values, their labels turned; the fold must
     not notice."""
     given = inputs(1.0, 240)
-    train = np.arange(180)
-    test = np.arange(180, 240)
+    train, test = np.arange(180), np.arange(180, 240)
     file = given.readouts.file
     assert isinstance(file, ActivationArray)
     values = file.values if site is Site.ATTENTION_HEAD else file.values.reshape(240, 3, 1, 60)
 
-    def found(turned: np.ndarray, size: float = 1e6) -> tuple[float, list[np.ndarray]]:
+    def fitted(turned: np.ndarray, size: float = 1e6) -> tuple[float, list[np.ndarray]]:
         label = np.where(turned, 1 - given.label, given.label)
         poisoned = np.where(turned[:, None, None, None], np.float32(size), values)
         data = Readouts(ActivationArray(poisoned, site), np.arange(240), label)
         c, of_all = columns(replace(given, readouts=data), train, test)
         return c, [of_train for _, (of_train, _) in of_all]
 
-    (c, before), (again, after) = found(np.zeros(240, bool)), found(np.arange(240) >= 180)
+    rows = np.arange(240)
+    (c, before), (again, after) = fitted(rows < 0), fitted(rows >= 180)
     assert c == again
-    assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
-    assert not np.array_equal(before[0], found(np.arange(240) < 60, 1.0)[1][0])
+    assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
+    assert not np.array_equal(before[0], fitted(rows < 60, 1.0)[1][0])

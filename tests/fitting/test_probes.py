@@ -60,13 +60,10 @@ def test_raw_space_logits_are_the_pipelines_up_to_a_positive_factor(site: Site) 
     weight, bias = fit_one(x, label, 0.3, site)
     z = StandardScaler().fit_transform(x)
     z[:, 5] = 0.0
-    penalty = 1.0 if site is Site.ATTENTION_HEAD else 0.0
     options = {"solver": "saga", "class_weight": "balanced", "max_iter": 20000, "tol": 1e-8}
-    model = LogisticRegression(C=0.3, l1_ratio=penalty, **options)
-    expected, norm = model.fit(z, label).decision_function(z), np.linalg.norm(weight)
-    np.testing.assert_allclose(
-        (x @ weight + bias) / norm, expected / norm, atol=0.01 * expected.std() / norm
-    )
+    model = LogisticRegression(C=0.3, l1_ratio=float(site is Site.ATTENTION_HEAD), **options)
+    expected = model.fit(z, label).decision_function(z)
+    np.testing.assert_allclose(x @ weight + bias, expected, atol=0.01 * expected.std())
     assert weight[5] == 0.0
 
 
@@ -76,46 +73,40 @@ def test_directions_are_unit_and_selection_is_by_training_auroc() -> None:
     (fit,) = fit_all(readouts(rows, label), probes.Task(train, test, 0.3))
     np.testing.assert_allclose(np.linalg.norm(fit.direction, axis=1), 1.0)
     assert fit.head.tolist() == [1, 1, 1]
+    own = label[train]
     for layer in range(3):
-        x, own = rows[:, layer].astype(np.float64), label[train]
-        best = [
-            auroc(own, x[train, k] @ fit_one(rows[train, layer, k], own, 0.3)[0]) for k in range(4)
-        ]
-        assert fit.auroc[layer] == pytest.approx(max(best))
+        x = rows[:, layer].astype(np.float64)
+        weights = [fit_one(rows[train, layer, head], own, 0.3)[0] for head in range(4)]
+        best = max(auroc(own, x[train, head] @ weights[head]) for head in range(4))
+        assert fit.auroc[layer] == pytest.approx(best)
         logits = x[:, 1] @ fit.direction[layer] + fit.bias[layer]
         np.testing.assert_allclose(fit.trajectory[:, layer], logits[test])
         assert fit.scale[layer] == pytest.approx(probes.within_class_std(own, logits[train]))
-    rows[:, :, 3] = rows[:, :, 1]  # a tie goes to the lowest head
-    assert fit_all(readouts(rows, label), probes.Task(EVERY, test, 0.3))[0].head.tolist() == [
-        1,
-        1,
-        1,
-    ]
+    rows[:, :, 3] = rows[:, :, 1]
+    (fit,) = fit_all(readouts(rows, label), probes.Task(EVERY, test, 0.3))
+    assert fit.head.tolist() == [1, 1, 1], "a tie goes to the lowest head"
 
 
 def test_processes_and_a_choice_of_layers_and_heads_change_no_other_s_bits() -> None:
     data = readouts(*sample())
     tasks = [probes.Task(EVERY[:200], EVERY[200:], c) for c in (0.05, 0.3)]
-    for one, other in zip(fit_all(data, *tasks), fit_all(data, *tasks, jobs=2), strict=True):
+    for here, elsewhere in zip(fit_all(data, *tasks), fit_all(data, *tasks, jobs=2), strict=True):
         for field in ("direction", "trajectory", "bias"):
-            assert getattr(one, field).tobytes() == getattr(other, field).tobytes()
-    (fit,), (whole,) = (
-        fit_all(data, tasks[0], heads=[1, 3], **own) for own in ({"layers": [0, 2]}, {})
-    )
-    assert np.array_equal(fit.trajectory, whole.trajectory[:, [0, 2]])
-    assert set(fit.head.tolist()) <= {1, 3}
+            assert getattr(here, field).tobytes() == getattr(elsewhere, field).tobytes()
+    (some,) = fit_all(data, tasks[0], heads=[1, 3], layers=[0, 2])
+    (whole,) = fit_all(data, tasks[0], heads=[1, 3])
+    assert np.array_equal(some.trajectory, whole.trajectory[:, [0, 2]])
+    assert set(some.head.tolist()) <= {1, 3}
 
 
 def test_a_layer_without_a_probe_at_the_chosen_c_takes_a_larger_one_by_itself() -> None:
     rows, label = sample()
-    rows[:, 1] = (
-        np.random.default_rng(5).standard_normal(rows[:, 1].shape) + 0.1 * label[:, None, None]
-    )
+    faint = np.random.default_rng(5).standard_normal(rows[:, 1].shape)
+    rows[:, 1] = faint + 0.1 * label[:, None, None]
     data, grid = readouts(rows, label), np.geomspace(1e-4, 1, 40)
-    found = fit_all(data, *(probes.Task(EVERY, EVERY, c) for c in grid), zero_layers=True)
-    weak = grid[
-        next(place for place, fit in enumerate(found) if fit.direction.any(axis=1).all()) - 1
-    ]
+    fits = fit_all(data, *(probes.Task(EVERY, EVERY, c) for c in grid), zero_layers=True)
+    enough = [fit.direction.any(axis=1).all() for fit in fits].index(True)
+    weak = grid[enough - 1]
     task = probes.Task(EVERY, EVERY, weak)
     with pytest.raises(NoDirection):
         fit_all(data, task)
@@ -136,10 +127,11 @@ def test_a_layer_without_a_probe_at_the_chosen_c_takes_a_larger_one_by_itself() 
 def test_zero_fits_are_skipped_and_a_layer_of_them_is_an_error() -> None:
     rows, label = sample()
     rows[:, 1] = 5.0  # every readout of layer 1 is constant
+    task = probes.Task(EVERY, EVERY[:3], 0.3)
     with pytest.raises(NoDirection, match=r"layer 1: all 4 .* C = 0.3 on 300 rows.*larger C"):
-        fit_all(readouts(rows, label), probes.Task(EVERY, EVERY[:3], 0.3))
+        fit_all(readouts(rows, label), task)
     rows[:, 1, 2] = sample()[0][:, 0, 1]  # head 2 alone has something to say
-    assert fit_all(readouts(rows, label), probes.Task(EVERY, EVERY[:3], 0.3))[0].head[1] == 2
+    assert fit_all(readouts(rows, label), task)[0].head[1] == 2
 
 
 def test_downsampling_uses_as_many_rows_of_each_class() -> None:

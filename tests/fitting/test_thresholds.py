@@ -23,6 +23,7 @@ from service.fitting.thresholds import (
     choose_threshold,
     first_answered,
 )
+from tests.kit.tables import cells, lines
 
 
 def made(*levels: tuple[float, int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -54,44 +55,52 @@ def test_by_cost_it_is_one_over_one_plus_k_whatever_the_rows_are() -> None:
     assert 0 < WrongCosts(1e30).threshold < WrongCosts(1e-30).threshold < 1
 
 
+TARGETS = cells(
+    """
+    wrong<=0.2 | wrong | 0.2
+    wrong <= .05 | wrong | 0.05
+    wrong<=0 | wrong | 0
+    answered>=0.5 | answered | 0.5
+    answered>=1 | answered | 1
+    """
+)
+
+
+NO_TARGETS = lines(
+    """
+    wrong
+    0.2
+    wrong>=0.2
+    answered<=0.5
+    wrong<0.2
+    wrong=0.2
+    wrong<=20%
+    wrong<=1
+    wrong<=2
+    answered>=0
+    answered>=1.1
+    wrong<=-0.1
+    wrong<=nan
+    right<=0.2
+    wrong<=0.2,answered>=0.5
+    wrong<=\N{ARABIC-INDIC DIGIT ZERO}
+    """
+)
+
+
 def test_a_target_is_read_as_it_is_written_and_one_or_a_cost_that_is_none_is_an_error() -> None:
-    for text, *expected in (
-        ("wrong<=0.2", "wrong", 0.2),
-        (" wrong <= .05 ", "wrong", 0.05),
-        ("wrong<=0", "wrong", 0.0),
-        ("answered>=0.5", "answered", 0.5),
-        ("answered>=1", "answered", 1.0),
-    ):
-        found = Target.parse(text)
-        assert [found.measure, found.share] == expected
-        assert Target.parse(str(found)) == found
-    texts = [
-        "",
-        "wrong",
-        "0.2",
-        "wrong>=0.2",
-        "answered<=0.5",
-        "wrong<0.2",
-        "wrong=0.2",
-        "wrong<=20%",
-        "wrong<=1",
-        "wrong<=2",
-        "answered>=0",
-        "answered>=1.1",
-        "wrong<=-0.1",
-        "wrong<=nan",
-        "right<=0.2",
-        "wrong<=0.2,answered>=0.5",
-        "wrong<=\N{ARABIC-INDIC DIGIT ZERO}",
-    ]
+    for text, measure, share in TARGETS:
+        parsed = Target.parse(f" {text} ")
+        assert (parsed.measure, parsed.share) == (measure, float(share))
+        assert Target.parse(str(parsed)) == parsed
     calls = [
-        *(("target", Target.parse, text) for text in texts),
+        *(("target", Target.parse, text) for text in ("", *NO_TARGETS)),
         *(("wrong_costs", WrongCosts, k) for k in (0.0, -1.0, float("inf"), float("nan"))),
     ]
-    for param, call, given_ in calls:
+    for param, call, value in calls:
         with pytest.raises(TrainingError) as caught:
-            call(given_)
-        assert (caught.value.param, repr(given_) in caught.value.message) == (param, True)
+            call(value)
+        assert (caught.value.param, repr(value) in caught.value.message) == (param, True)
 
 
 # 20 rows at 0.1 of which 2 are wrong; with those at 0.3, 6 of 30; with those at 0.6, 16 of 50; all:
@@ -99,36 +108,34 @@ def test_a_target_is_read_as_it_is_written_and_one_or_a_cost_that_is_none_is_an_
 LEVELS = ((0.1, 18, 2), (0.3, 6, 4), (0.6, 10, 10), (0.9, 10, 40))
 
 
+# Targets, the threshold that is taken, and whether it reaches them: exactly at the boundary, and a
+# hair beside it.
+OF_LEVELS = cells(
+    """
+    wrong<=0.1 | 0.2 | reached
+    wrong<=0.19 | 0.2 | reached
+    wrong<=0.2 | 0.45 | reached
+    wrong<=0.31 | 0.45 | reached
+    wrong<=0.32 | 0.75 | reached
+    wrong<=0.55 | 0.75 | reached
+    wrong<=0.56 | 0.95 | reached
+    wrong<=0.0999 | 0.2 | missed
+    wrong<=0 | 0.2 | missed
+    answered>=0.01 | 0.2 | reached
+    answered>=0.2 | 0.2 | reached
+    answered>=0.201 | 0.45 | reached
+    answered>=0.3 | 0.45 | reached
+    answered>=0.5 | 0.75 | reached
+    answered>=0.51 | 0.95 | reached
+    answered>=1 | 0.95 | reached
+    """
+)
+
+
 @pytest.mark.parametrize(
     ("text", "levels", "threshold", "reached"),
     [
-        # Exactly at the boundary, and a hair beside it.
-        *(
-            (f"wrong<={share}", LEVELS, threshold, True)
-            for share, threshold in [
-                (0.1, 0.2),
-                (0.19, 0.2),
-                (0.2, 0.45),
-                (0.31, 0.45),
-                (0.32, 0.75),
-                (0.55, 0.75),
-                (0.56, 0.95),
-            ]
-        ),
-        ("wrong<=0.0999", LEVELS, 0.2, False),
-        ("wrong<=0", LEVELS, 0.2, False),
-        *(
-            (f"answered>={share}", LEVELS, threshold, True)
-            for share, threshold in [
-                (0.01, 0.2),
-                (0.2, 0.2),
-                (0.201, 0.45),
-                (0.3, 0.45),
-                (0.5, 0.75),
-                (0.51, 0.95),
-                (1, 0.95),
-            ]
-        ),
+        *((text, LEVELS, float(at), end == "reached") for text, at, end in OF_LEVELS),
         # Rows of one risk are answered together or not at all: not the first ten of the second
         # level.
         ("wrong<=0.3", ((0.1, 19, 1), (0.2, 10, 30)), 0.15, True),
@@ -146,9 +153,9 @@ LEVELS = ((0.1, 18, 2), (0.3, 6, 4), (0.6, 10, 10), (0.9, 10, 40))
 def test_which_threshold_is_taken(
     text: str, levels: tuple[tuple[float, int, int], ...], threshold: float, reached: bool
 ) -> None:
-    found = target(text, *made(*levels))
-    assert found.threshold == pytest.approx(threshold)
-    assert found.reached is found.document()["reached"] is reached
+    chosen = target(text, *made(*levels))
+    assert chosen.threshold == pytest.approx(threshold)
+    assert chosen.reached is chosen.document()["reached"] is reached
 
 
 def test_too_few_rows_for_a_target_are_an_error_and_seeds_are_stacked() -> None:

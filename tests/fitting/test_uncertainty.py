@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
 from sklearn.base import clone
 
 from service.fitting.estimator import DepthMeanProbe
-from service.fitting.nested_cv import Inputs, evaluate
+from service.fitting.nested_cv import evaluate
 from service.fitting.uncertainty import (
     OUTSIDE_SHARE,
     TrajectoryReference,
@@ -17,7 +19,7 @@ from service.fitting.uncertainty import (
     fit_reference,
 )
 from service.judging.uncertainty import distance
-from tests.fitting.made import readouts
+from tests.fitting.made import labelled_inputs, readouts
 
 LAYERS = 20
 OTHER = 4.0  # shift of prompts that do not apply
@@ -79,10 +81,8 @@ def test_a_distance_is_by_a_fold_that_lacks_the_row_and_constant_layers_are_left
     moved[:, 4] += 9.0
     own, other = (distance(some, made.mean, made.whitening) for some in (rows[:5], moved))
     assert other == pytest.approx(own, rel=1e-9)
-    # Few rows place no small quantile.
-    made = reference(trajectories(np.random.default_rng(4), 40))
-    assert made.share == pytest.approx(1 / 41)
-    assert made.distance.max() == 1
+    few = reference(trajectories(np.random.default_rng(4), 40))  # place no small quantile
+    assert (few.share, few.distance.max()) == (pytest.approx(1 / 41), 1)
 
 
 def with_others(
@@ -144,14 +144,16 @@ def test_the_half_width_is_that_of_another_training() -> None:
     # Of fits that lack one fold of five each, where fits on other rows have that deviation in log
     # odds.
     risks = 1 / (1 + np.exp(z + rng.normal(size=(3, 6000)) * deviation / 2))
-    found = fit_interval(risks, TrajectoryReference(np.zeros(1), np.eye(1), away[None]), 5)
-    assert found is not None
-    assert found.fits == 15
-    half = np.array([found.half_width(*pair) for pair in zip(z, away, strict=True)])
-    assert half / (1.96 * np.sqrt(2) * deviation) == pytest.approx(1, rel=0.15)
+    interval = fit_interval(risks, TrajectoryReference(np.zeros(1), np.eye(1), away[None]), 5)
+    assert interval is not None
+    assert interval.fits == 15
+
+    def half(log_odds: np.ndarray) -> np.ndarray:
+        return np.array(list(map(interval.half_width, log_odds, away)))
+
+    assert half(z) / (1.96 * np.sqrt(2) * deviation) == pytest.approx(1, rel=0.15)
     own, other = (z + rng.normal(size=6000) * deviation for _ in range(2))
-    half = np.array([found.half_width(*pair) for pair in zip(own, away, strict=True)])
-    assert np.mean(np.abs(own - other) <= half) == pytest.approx(0.95, abs=0.015)
+    assert np.mean(np.abs(own - other) <= half(own)) == pytest.approx(0.95, abs=0.015)
 
 
 def test_one_seed_has_no_interval_and_fits_that_agree_or_say_0_and_1_have_finite_ones() -> None:
@@ -197,27 +199,19 @@ def trained(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The trainer's whole way: log odds, distances and half widths of the fresh prompts."""
     group, count = np.arange(N), N + len(fresh)
-    inputs = Inputs(readouts(x, label), group, np.zeros((N, 2)), np.ones(N, int), ({},) * N)
+    inputs = replace(labelled_inputs(label, group), readouts=readouts(x, label))
     risk = evaluate(inputs, folds=FOLDS, seeds=SEEDS, probe=PROBE).risk["depth_mean_unit_norm"]
     every = readouts(np.concatenate([x, fresh]), np.r_[label, np.zeros(len(fresh))])
-    probe = (
-        clone(PROBE)
-        .fit_readouts(every, np.arange(count), group, np.arange(N, count))
-        .fit_risk(label)
-    )
+    probe = clone(PROBE).fit_readouts(every, np.arange(count), group, np.arange(N, count))
+    probe.fit_risk(label)
     made = fit_reference(probe.out_of_fold_, label, group, FOLDS, SEEDS)
-    logits, interval = probe.scaled_["unit_norm"].trajectory, fit_interval(risk, made, FOLDS)
-    away = distance(logits, made.mean, made.whitening)
-    z = logits.mean(axis=1) * probe.classifier_.weight[0]
-    z += probe.classifier_.intercept
+    interval = fit_interval(risk, made, FOLDS)
     assert interval is not None
-    return (
-        z,
-        away,
-        np.array(
-            [interval.half_width(*pair) for pair in zip(z.tolist(), away.tolist(), strict=True)]
-        ),
-    )
+    logits, classifier = probe.scaled_["unit_norm"].trajectory, probe.classifier_
+    z = logits.mean(axis=1) * classifier.weight[0] + classifier.intercept
+    away = distance(logits, made.mean, made.whitening)
+    half = map(interval.half_width, z.tolist(), away.tolist())
+    return z, away, np.array(list(half))
 
 
 @pytest.mark.long
@@ -225,14 +219,10 @@ def test_an_interval_holds_what_other_training_sets_say() -> None:
     """Half the width is what the jackknife would give without its factor."""
     draw = world(np.random.default_rng(3))
     fresh = np.concatenate([draw(FRESH)[0], draw(500, 3.0)[0]])
-    said = [trained(*draw(N), fresh) for _ in range(4)]
-    apart = [
-        (np.abs(one[0] - other[0]) / one[2])[:FRESH]
-        for one in said
-        for other in said
-        if one is not other
-    ]
+    fits = [trained(*draw(N), fresh) for _ in range(4)]
+    pairs = permutations(fits, 2)
+    apart = [(np.abs(z - other) / half)[:FRESH] for (z, _, half), (other, *_) in pairs]
     assert 0.93 <= np.mean(np.less_equal(apart, 1.0)) <= 0.998
     assert np.mean(np.less_equal(apart, 0.5)) < 0.92
-    assert np.mean([away[:FRESH] >= 1 for _, away, _ in said]) < 0.03
-    assert np.mean([away[FRESH:] >= 1 for _, away, _ in said]) > 0.3
+    assert np.mean([away[:FRESH] >= 1 for _, away, _ in fits]) < 0.03
+    assert np.mean([away[FRESH:] >= 1 for _, away, _ in fits]) > 0.3
