@@ -9,21 +9,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.store import Store
 from service.scoring import RiskReport, Scorer
-from service.trainer.options import TrainOptions
+from service.trainer.options import GuaranteeOptions, TrainOptions
 from service.trainer.plots import PlotData
 from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 from tests.kit.bundles import ANSWER
+from tests.kit.rows import Document, Options, Rows
 from tests.matching import answers_read
 
-Rows = list[dict[str, Any]]
-FAST: dict[str, Any] = {
+T = TypeVar("T")
+FAST: Options = {
     "folds": 3,
     "inner_folds": 2,
     "seeds": (0, 1),
@@ -33,7 +34,7 @@ FAST: dict[str, Any] = {
     "forms": "none",
     "keep_sample": False,
 }
-ONE: dict[str, Any] = {"folds": 2, "seeds": (0,), "evaluate": False}  # the quickest
+ONE: Options = {"folds": 2, "seeds": (0,), "evaluate": False}  # the quickest
 FUSED = ("depth_mean", "log_max_prob", "entropy")
 
 
@@ -64,7 +65,7 @@ def run(
     for name in ("test", "calibration"):
         if isinstance(changes.get(name), list):
             changes[name] = write_rows(folder / f"{name}.jsonl", changes[name])
-    options: dict[str, Any] = (
+    options: Options = (
         FAST | {"data": (str(data),), "name": "planted", "run_dir": folder / "run"} | changes
     )
     console, store = Quiet(), Store(folder / "store")
@@ -99,6 +100,24 @@ def store_of(bundle: Bundle, folder: Path) -> Store:
     """A store with this bundle alone, as planted:1."""
     shutil.copytree(bundle.path, folder / "store" / "planted" / "1")
     return Store(folder / "store")
+
+
+def options_on(kind: type[T], folder: Path, rows: Rows, **changes: Any) -> T:
+    """Options of a command on these rows, with the run folder ``run``."""
+    folder.mkdir(exist_ok=True)
+    data = write_rows(folder / "new.jsonl", rows)
+    return kind(**{"data": (str(data),), "run_dir": folder / "run"} | changes)
+
+
+def guarantee_options(folder: Path, rows: Rows, **changes: Any) -> GuaranteeOptions:
+    return options_on(GuaranteeOptions, folder, rows, **{"alpha": "0.2"} | changes)
+
+
+def republished(store: Store, bundle: Bundle, evaluation: Document, **changes: Any) -> Bundle:
+    """The next version, with another evaluation.json; ``changes`` are fields of the manifest."""
+    manifest = replace(bundle.manifest, **changes)
+    contents = bundle.probes, bundle.golden, evaluation, bundle.card()
+    return store.publish(BundleDraft(manifest, *contents))
 
 
 def with_answer(bundle: Bundle, store: Store) -> Bundle:

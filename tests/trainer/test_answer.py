@@ -3,7 +3,6 @@ left out, and why."""
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,9 @@ import pytest
 import hallutracer as ht
 from probes_store.bundle import Bundle
 from probes_store.errors import GoldenMismatch
+from probes_store.records import Guarantee
 from service.data.collection import read_given, render_all
 from service.data.run_folder import RowsFile
-from service.data.training_rows import read_dataset
 from service.demo import MODEL_DIR
 from service.demo.questions import questions as demo_questions
 from service.engines.base import EngineOptions, Sampling
@@ -32,17 +31,16 @@ from service.readout import Geometry, Probes, Site
 from service.risk import depth_mean, risk
 from service.scoring import Scorer
 from service.trainer.guarantee import guarantee
-from service.trainer.options import GuaranteeOptions
 from service.trainer.prepare import trajectories
-from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.kit.rows import only, without
-from tests.trainer.made import ONE, run, section, store_of
+from tests.fitting.planted import PlantedEngine, Quiet, dataset_of, planted_rows
+from tests.kit.rows import Options, Rows, only, read_lines, without
+from tests.trainer.made import FAST, ONE, guarantee_options, run, section, store_of
 
-ASKED = ("id", "prompt", "answers", "group", "kind")
-GENERATED: dict[str, Any] = {"labels": "generate", "judge": "contains"}
+FIVE = Sampling(max_tokens=5)
+GENERATED: Options = {"labels": "generate", "judge": "contains"}
 
 
-def questions(count: int = 240) -> list[dict[str, Any]]:
+def questions(count: int = 240) -> Rows:
     return without(planted_rows(count), "label")
 
 
@@ -52,6 +50,12 @@ class Confesses(PlantedEngine):
     def activations(self, prompt: Any, site: Any) -> Any:
         self.strength = 1.2 if list(prompt[-1:]) == [1] else 0.15
         return super().activations(prompt, site)
+
+
+class Blind(Confesses):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads_answers = False
 
 
 @pytest.fixture(scope="module")
@@ -89,25 +93,20 @@ def test_serving_reads_the_answer_that_it_writes(trained: Bundle) -> None:
         for number, word in enumerate(["known", "hidden"] * 6)
     ]
     engine.answer = "\x01!"  # one token that the model goes on from
-    reports = scorer.score_or_continue(prompts, Sampling(max_tokens=5), OBSERVE)
-    for place, report in enumerate(reports):
+    for number, report in enumerate(scorer.score_or_continue(prompts, FIVE, OBSERVE)):
         assert report.answer is not None
         assert report.answer.tokens == 1
-        assert report.answer.flagged == bool(place % 2) == (report.answer.risk >= 0.5)
+        assert report.answer.flagged == bool(number % 2) == (report.answer.risk >= 0.5)
         assert report.before_answer().answer is None
     engine.answer = "!"
-    [short] = scorer.score_or_continue(prompts[:1], Sampling(max_tokens=5), OBSERVE)
+    [short] = scorer.score_or_continue(prompts[:1], FIVE, OBSERVE)
     assert short.answer is None, "the model went on from no token"
     assert scorer.score(prompts[:1])[0].answer is None
 
 
 def test_an_engine_that_reads_no_answers_serves_the_rest(trained: Bundle) -> None:
-    engine = Confesses()
-    engine.reads_answers = False
-    scorer = Scorer(Scheduled(engine), trained)
-    [report] = scorer.score_or_continue(
-        [scorer.render("Is it known?")], Sampling(max_tokens=5), OBSERVE
-    )
+    scorer = Scorer(Scheduled(Blind()), trained)
+    [report] = scorer.score_or_continue([scorer.render("Is it known?")], FIVE, OBSERVE)
     assert report.completion is not None
     assert report.answer is None
 
@@ -130,83 +129,79 @@ def test_a_run_that_serving_would_read_otherwise_publishes_nothing(tmp_path: Pat
         run(tmp_path, Other(), questions(), **ONE, **GENERATED)
 
 
+class Mumbles(PlantedEngine):
+    """Its answers' tokens tell nothing."""
+
+    def activations(self, prompt: Any, site: Any) -> Any:
+        self.strength = 0.0 if list(prompt[-1:]) == [1] else 0.5
+        return super().activations(prompt, site)
+
+
 @pytest.mark.parametrize(
-    ("changes", "engine", "said"),
+    ("changes", "engine", "reasons"),
     [
-        ({"answer_probes": False}, Confesses, ""),
-        ({}, "blind", ""),
-        ({"labels": "given"}, Confesses, ""),
-        ({}, "dumb", "no probes of the answers' tokens"),
+        ({"answer_probes": False}, Confesses, []),
+        ({}, Blind, []),
+        ({"labels": "given"}, Confesses, []),
+        ({}, Mumbles, ["no probes of the answers' tokens"]),
     ],
 )
 def test_the_second_part_is_left_out(
-    tmp_path: Path, changes: dict[str, Any], engine: Any, said: str
+    tmp_path: Path, changes: Options, engine: type[PlantedEngine], reasons: list[str]
 ) -> None:
-    class Blind(Confesses):
-        def __init__(self) -> None:
-            super().__init__()
-            self.reads_answers = False
-
-    class Dumb(PlantedEngine):
-        """Its answers' tokens tell nothing."""
-
-        def activations(self, prompt: Any, site: Any) -> Any:
-            self.strength = 0.0 if list(prompt[-1:]) == [1] else 0.5
-            return super().activations(prompt, site)
-
-    made = {"blind": Blind, "dumb": Dumb}.get(engine, engine)()
-    rows = planted_rows(240) if changes.get("labels") == "given" else questions()
-    bundle, console = run(tmp_path, made, rows, **ONE | GENERATED | changes)
+    bundle, console = run(tmp_path, engine(), **ONE | GENERATED | changes)
     assert bundle.manifest.answer is bundle.answer is None
     assert "answer" not in bundle.evaluation()
     assert "The answer itself" not in bundle.card()
     told = [line for line in console.lines if line.startswith("no probes")]
-    assert [said in line for line in told] == [True] * bool(said)
+    assert [line[: len(reason)] for line, reason in zip(told, reasons, strict=True)] == reasons
 
 
 def test_a_real_model_s_answers_are_read_in_training_and_in_service_alike(tmp_path: Path) -> None:
-    rows = only(demo_questions("train")[::10], *ASKED)
-    quick: dict[str, Any] = {
+    rows = demo_rows(10)
+    quick: Options = FAST | {
         "seeds": (0,),
-        "folds": 3,
         "c": 0.1,
-        "jobs": 1,
-        "forms": "none",
         "evaluate": False,
-        "keep_sample": False,
         "report": lambda line: None,
     }
-    made = ht.train(
+    del quick["inner_folds"], quick["c_grid"]
+    trained = ht.train(
         rows, "mine", "demo", labels="generate", store=tmp_path, run_dir=tmp_path / "run", **quick
     )
-    record, stored = made.bundle.manifest.answer, made.bundle.answer
+    record, stored = trained.bundle.manifest.answer, trained.bundle.answer
     assert record is not None
     assert stored is not None
     assert record.auroc > 0.7
-    with ht.load("demo", made.reference, store=tmp_path) as detector:  # replays the golden answers
-        found = detector.score([row["prompt"] for row in rows[:12]], generate=24)
+    # Loading replays the golden answers.
+    with ht.load("demo", trained.reference, store=tmp_path) as detector:
+        results = detector.score([row["prompt"] for row in rows[:12]], generate=24)
     folder = tmp_path / "run" / "train"
-    with (folder / "answers.jsonl").open() as lines:
-        said = {line["id"]: line["answer"].strip() for line in map(json.loads, lines)}
-    site, shape = Site.ATTENTION_HEAD, made.bundle.manifest.model
+    answers = {line["id"]: line["answer"] for line in read_lines(folder / "answers.jsonl")}
+    site, shape = Site.ATTENTION_HEAD, trained.bundle.manifest.model
     geometry = Geometry(shape.num_layers, shape.num_heads, shape.head_dim, shape.hidden_size)
     collected = RowsFile(folder / f"rows-{site}-answer.f32", geometry, site, len(rows))
-    probes = Probes.of(site, stored)
-    logits = trajectories(Readouts(collected, np.arange(12), np.zeros(12, np.int64)), [probes])
-    risks = risk(depth_mean(logits)[:, None], np.array([record.weight]), record.intercept)
-    answered = [place for place, one in enumerate(found) if one.answer is not None]
+    readouts = Readouts(collected, np.arange(12), np.zeros(12, np.int64))
+    logits = depth_mean(trajectories(readouts, [Probes.of(site, stored)]))
+    risks = risk(logits[:, None], np.array([record.weight]), record.intercept)
+    answered = [number for number, result in enumerate(results) if result.answer is not None]
     assert len(answered) > 3
-    for place in answered:
-        assert found[place].answer == said[rows[place]["id"]]
-        assert found[place].answer_risk == pytest.approx(risks[place], abs=1e-4)
+    for number in answered:
+        assert results[number].answer == answers[rows[number]["id"]].strip()
+        assert results[number].answer_risk == pytest.approx(risks[number], abs=1e-4)
     assert np.ptp(risks[answered]) > 0.05, "else any number would do"
-    assert found.to_frame()["answer_risk"].notna().sum() == len(answered)
+    assert results.to_frame()["answer_risk"].notna().sum() == len(answered)
+
+
+def demo_rows(step: int) -> Rows:
+    fields = ("id", "prompt", "answers", "group", "kind")
+    return only(demo_questions("train")[::step], *fields)
 
 
 def test_given_answers_are_read_behind_their_prompts(tmp_path: Path) -> None:
     rows = planted_rows(240)
-    for place, row in enumerate(rows):
-        row |= {"answer": "\x01\x01"} if place % 6 else {"answer": ""} if place % 12 else {}
+    for number, row in enumerate(rows):
+        row |= {"answer": "\x01\x01"} if number % 6 else {"answer": ""} if number % 12 else {}
     engine = Confesses()
     bundle, _ = run(tmp_path, engine, rows, **ONE)
     record, stored = bundle.manifest.answer, bundle.answer
@@ -219,98 +214,92 @@ def test_given_answers_are_read_behind_their_prompts(tmp_path: Path) -> None:
     read, again = engine.extracts, Confesses()
     assert run(tmp_path, again, rows, **ONE)[0].manifest.digest == bundle.manifest.digest
     assert (read > 2, again.extracts) == (True, 0)
-    with pytest.raises(
-        DataError, match=r"line 1: \d+ tokens with its 'answer' are more than the model's"
+    for name, answer, problem in (
+        ("long", "no " * 4000, r"\d+ tokens with its 'answer' are more than the model's"),
+        ("number", 7, r"'answer' must be a string.*found 7"),
     ):
-        run(tmp_path / "long", Confesses(), [rows[1] | {"answer": "no " * 4000}, *rows[2:]], **ONE)
-    with pytest.raises(DataError, match=r"line 1: 'answer' must be a string.*found 7"):
-        run(tmp_path / "number", Confesses(), [rows[1] | {"answer": 7}, *rows[2:]], **ONE)
+        with pytest.raises(DataError, match=f"line 1: {problem}"):
+            run(tmp_path / name, Confesses(), [rows[1] | {"answer": answer}, *rows[2:]], **ONE)
 
 
 def test_a_given_answer_is_read_as_one_that_the_model_wrote(tmp_path: Path) -> None:
-    rows = only(demo_questions("train")[:24], *ASKED)
-    rows = [row | {"label": place % 2} for place, row in enumerate(rows)]
-    site = Site.ATTENTION_HEAD
+    rows, site = demo_rows(1)[:24], Site.ATTENTION_HEAD
     with closing(Scheduled(TransformersEngine.load(EngineOptions(str(MODEL_DIR))))) as engine:
         prompts = [render(engine, row["prompt"], None, "text") for row in rows]
-        made = engine.extract(prompts, [site], sampling=Sampling(max_tokens=24), answer_site=site)
-        assert made.answers is not None
-        told = [
-            row | {"answer": said.text} for row, said in zip(rows, made.completions, strict=True)
-        ]
-        path = tmp_path / "told.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in told))
-        dataset = read_dataset(path, "given", folds=None)
+        written = engine.extract(
+            prompts, [site], sampling=Sampling(max_tokens=24), answer_site=site
+        )
+        for number, row in enumerate(rows):
+            row |= {"label": number % 2, "answer": written.completions[number].text}
+        dataset = dataset_of(tmp_path, rows, "given")
         drawn = render_all(engine, dataset, "text", 0)
         file = read_given(engine, dataset, drawn, tmp_path / "read", site, 7)
-    alike = [place for place, said in enumerate(made.completions) if said.finish_reason == "stop"]
-    assert len(alike) > 12
+    assert written.answers is not None
+    ended = [n for n, answer in enumerate(written.completions) if answer.finish_reason == "stop"]
+    assert len(ended) > 12
     for layer in range(file.geometry.num_layers):
-        np.testing.assert_allclose(
-            file.layer(layer)[alike], made.answers[alike, layer], rtol=1e-3, atol=1e-4
-        )
+        expected = written.answers[ended, layer]
+        np.testing.assert_allclose(file.layer(layer)[ended], expected, rtol=1e-3, atol=1e-4)
 
 
-def calibration_rows(count: int = 400) -> list[dict[str, Any]]:
+def calibration_rows(count: int = 400) -> Rows:
     return [row | {"answer": "\x01\x01"} for row in planted_rows(count, seed=5)]
 
 
-def guaranteed(folder: Path, bundle: Bundle, rows: list[dict[str, Any]], **changes: Any) -> Bundle:
-    folder.mkdir(exist_ok=True)
-    write_rows(folder / "new.jsonl", rows)
+def guaranteed(folder: Path, bundle: Bundle, rows: Rows, **changes: Any) -> Bundle:
+    options = guarantee_options(folder, rows, **{"labels": "given"} | changes)
     store = store_of(bundle, folder)
-    given: dict[str, Any] = {
-        "data": (str(folder / "new.jsonl"),),
-        "labels": "given",
-        "run_dir": folder / "run",
-        "alpha": "0.2",
-    }
-    made = guarantee(
-        store.load("planted"),
-        GuaranteeOptions(**given | changes),
-        Confesses,
-        store,
-        console=Quiet(),
-    )
-    assert made is not None
-    return made
+    published = guarantee(store.load("planted"), options, Confesses, store, console=Quiet())
+    assert published is not None
+    return published
+
+
+def promise_of(folder: Path, bundle: Bundle, rows: Rows, **changes: Any) -> Guarantee:
+    promise = guaranteed(folder, bundle, rows, **changes).manifest.guarantee
+    assert promise is not None
+    return promise
 
 
 def test_a_guarantee_of_answers_that_are_read_again(tmp_path: Path, trained: Bundle) -> None:
-    made, rows = guaranteed(tmp_path, trained, calibration_rows(), recheck=True), calibration_rows()
-    manifest, found = made.manifest, made.manifest.guarantee
-    assert found is not None
+    rows = calibration_rows()
+    bundle = guaranteed(tmp_path, trained, rows, recheck=True)
+    manifest, promise = bundle.manifest, bundle.manifest.guarantee
+    assert promise is not None
     assert manifest.guarantee_reads_answers is True
     assert manifest.answer is not None
-    line = f"put its risk below {manifest.answer.threshold:g} (a policy with recheck)"
-    assert (
-        f"with a risk below {found.threshold:g} whose answer's own tokens {line}" in found.statement
-    )
-    assert "or gives answers that their own tokens flag" in found.statement
+    for words in (
+        f"with a risk below {promise.threshold:g} whose answer's own tokens put its risk below"
+        f" {manifest.answer.threshold:g} (a policy with recheck)",
+        "or gives answers that their own tokens flag",
+    ):
+        assert words in promise.statement
     # Of all rows the served ones are counted, by a service that reads the answers which the rows
     # bring.
     engine = Confesses()
     engine.answer = "\x01\x01!"
-    scorer, again = Scorer(Scheduled(engine), made), Policy("again", Action.ABSTAIN, recheck=True)
+    scorer, again = Scorer(Scheduled(engine), bundle), Policy("again", Action.ABSTAIN, recheck=True)
     prompts = [scorer.render(row["prompt"]) for row in rows]
     reports = scorer.score_or_continue(prompts, Sampling(max_tokens=3), again)
-    given = [
-        row for row, report in zip(rows, reports, strict=True) if report.completion is not None
+    labels = [
+        row["label"]
+        for row, report in zip(rows, reports, strict=True)
+        if report.completion is not None
     ]
-    pilot = len({row["group"] for row in rows}) // 4
-    assert found.all_groups == len({row["group"] for row in rows}) - pilot
-    assert found.answered == pytest.approx(len(given) / len(rows), abs=0.06)
-    assert sum(1 - row["label"] for row in given) <= 0.2 * len(given)
+    groups = len({row["group"] for row in rows})
+    assert promise.all_groups == groups - groups // 4, "less those of the pilot"
+    assert promise.answered == pytest.approx(len(labels) / len(rows), abs=0.06)
+    assert labels.count(0) <= 0.2 * len(labels)
     first = guaranteed(tmp_path / "once", trained, rows, publish_closed=True).manifest
     assert first.guarantee is not None
     assert first.guarantee_reads_answers is None
-    assert found.answered > first.guarantee.answered + 0.1, "the risk before the answer is dim here"
-    for policy, holds in (
-        (again, True),
-        (replace(again, recheck=False), False),
-        (replace(again, recheck=False, stop_at=0.5), False),
+    gained = promise.answered - first.guarantee.answered
+    assert gained > 0.1, "the risk before the answer is dim here"
+    for changes, holds in (
+        ({}, True),
+        ({"recheck": False}, False),
+        ({"recheck": False, "stop_at": 0.5}, False),
     ):
-        status = guarantee_status(manifest, policy, found.dtype)
+        status = guarantee_status(manifest, replace(again, **changes), promise.dtype)
         assert status is not None
         assert status.holds == holds, status.violations
     assert decoding_violations(manifest, None) == (
@@ -319,21 +308,22 @@ def test_a_guarantee_of_answers_that_are_read_again(tmp_path: Path, trained: Bun
     assert decoding_violations(manifest, Sampling()) == decoding_violations(first, None) == ()
 
 
-def test_a_guarantee_of_answers_needs_answers(tmp_path: Path, trained: Bundle) -> None:
+def test_a_guarantee_of_answers_needs_answers(
+    tmp_path: Path, trained: Bundle, quick: tuple[Bundle, Quiet]
+) -> None:
     with pytest.raises(TrainingError, match="no answer of these rows was read") as caught:
         guaranteed(tmp_path, trained, planted_rows(400, seed=5), recheck=True)
     assert caught.value.param == "recheck"
     assert not list((tmp_path / "run").rglob("question.json")), "nothing was spent"
-    plain, _ = run(tmp_path / "plain", PlantedEngine(), planted_rows(240), **ONE)
     with pytest.raises(TrainingError, match="has no probes of answers"):
-        guaranteed(tmp_path / "none", plain, calibration_rows(), recheck=True)
+        guaranteed(tmp_path / "none", quick[0], calibration_rows(), recheck=True)
 
 
 def test_rows_without_an_answer_count_as_withheld(tmp_path: Path, trained: Bundle) -> None:
     rows = calibration_rows()
-    half = [row if place % 4 > 1 else {**row, "answer": ""} for place, row in enumerate(rows)]
-    whole = guaranteed(tmp_path / "whole", trained, rows, recheck=True).manifest.guarantee
-    made = guaranteed(tmp_path / "half", trained, half, recheck=True).manifest.guarantee
-    assert whole is not None
-    assert made is not None
-    assert made.answered < 0.6 * whole.answered
+    half = [row if number % 4 > 1 else row | {"answer": ""} for number, row in enumerate(rows)]
+    of_all, of_half = (
+        promise_of(tmp_path / str(number), trained, given, recheck=True)
+        for number, given in enumerate((rows, half))
+    )
+    assert of_half.answered < 0.6 * of_all.answered

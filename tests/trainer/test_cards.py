@@ -38,23 +38,13 @@ from service.trainer.comparison import compare
 from service.trainer.plots import PlotData, _coverage, _reliability, draw
 from service.trainer.publish import by_stratum
 from tests.command_line import hallutracer
+from tests.fitting.made import labelled_inputs
 from tests.fitting.planted import Quiet, planted_rows
+from tests.kit.rows import Document, Options
 from tests.trainer.made import ONE, run, section, served
 
-QUICK: dict[str, Any] = {"seeds": (0,), "folds": 2}
+QUICK: Options = {"seeds": (0,), "folds": 2}
 OWN, FUSED = "depth_mean_unit_norm", "fused_unit_norm"
-
-
-class MadeInputs(Inputs):
-    """Labels and groups only."""
-
-    def __init__(self, label: np.ndarray, group: np.ndarray) -> None:
-        object.__setattr__(self, "made", label)
-        object.__setattr__(self, "group", group)
-
-    @property
-    def label(self) -> np.ndarray:
-        return self.made  # type: ignore[attr-defined,no-any-return]
 
 
 def made(noise: dict[str, float]) -> tuple[Inputs, Evaluation]:
@@ -75,21 +65,25 @@ def made(noise: dict[str, float]) -> tuple[Inputs, Evaluation]:
             "calibration_debiased": {"mean": 0.01},
         }
     signals[OWN]["auroc_within_kind"] = {"mean": 0.678}
-    return MadeInputs(label, group), Evaluation({"signals": signals}, {}, tests)
+    return labelled_inputs(label, group), Evaluation({"signals": signals}, {}, tests)
 
 
 def test_the_table_has_every_signal_and_marks_ours() -> None:
     _, nested = made({OWN: 1.0})
-    lines = summary_table(nested.document["signals"], OWN).splitlines()
+    signals = nested.document["signals"]
+    lines = summary_table(signals, OWN).splitlines()
     assert len(lines) == 2 + len(NAMES)
     [ours] = [line for line in lines if "> depth mean, unit norm" in line]
     assert "0.678" in ours
-    assert f"{nested.document['signals'][OWN]['auroc']['mean']:.3f} [" in ours
+    assert f"{signals[OWN]['auroc']['mean']:.3f} [" in ours
     assert "within kind" in lines[0]
 
 
 CONTEXT, FUSED_CONTEXT = "context_unit_norm", "fused_context_unit_norm"
 EQUAL = dict.fromkeys((OWN, FUSED, "depth_mean_standardized", "fused_standardized"), 1.5)
+
+
+READING = dict.fromkeys(NAMES, 3.0) | {CONTEXT: 1.5, FUSED_CONTEXT: 0.8, FUSED: 0.8, OWN: 0.8}
 
 
 @pytest.mark.parametrize(
@@ -100,16 +94,8 @@ EQUAL = dict.fromkeys((OWN, FUSED, "depth_mean_standardized", "fused_standardize
         (EQUAL, OWN, 0),
         # The flags choose scale and first token only: what they publish reads the context where the
         # bundle does.
-        (
-            dict.fromkeys(NAMES, 3.0) | {CONTEXT: 1.5, FUSED_CONTEXT: 0.8, FUSED: 0.8, OWN: 0.8},
-            CONTEXT,
-            1,
-        ),
-        (
-            dict.fromkeys(NAMES, 3.0) | {CONTEXT: 1.5, FUSED_CONTEXT: 0.8, FUSED: 0.8, OWN: 0.8},
-            FUSED_CONTEXT,
-            0,
-        ),
+        (READING, CONTEXT, 1),
+        (READING, FUSED_CONTEXT, 0),
     ],
 )
 def test_a_gain_beyond_chance_is_recommended(
@@ -117,35 +103,28 @@ def test_a_gain_beyond_chance_is_recommended(
 ) -> None:
     lines = list(better_options(*made(noise), own))
     assert len(lines) == recommended
-    assert all(
-        line.startswith("--logit-scale unit_norm --signals depth_mean,first_token gains 0.")
-        for line in lines
-    )
+    flags = "--logit-scale unit_norm --signals depth_mean,first_token gains 0."
+    assert all(line.startswith(flags) for line in lines)
 
 
 def test_a_signal_without_probes_that_ranks_better_is_said_above_the_table() -> None:
-    def signals(**auroc: float) -> dict[str, Any]:
+    def signals(**auroc: float) -> Document:
         keys = ("auroc", "ece", "calibration_debiased")
         return {name: dict.fromkeys(keys, {"mean": v, "std": 0.1}) for name, v in auroc.items()}
 
     rows = signals(
         depth_mean_unit_norm=0.844, first_token_entropy=0.904, prompt_length=0.85, best_head=0.95
     )
-    said = cheaper_and_better(rows, OWN)
-    assert said is not None
-    assert "first-token entropy" in said
-    assert "0.904 against 0.844" in said
-    lines = list(
-        islice(
-            closing_lines({"cross_validation": {"signals": rows}, "signal_of_the_bundle": OWN}), 3
-        )
-    )
-    assert lines[0] == said
+    sentence = cheaper_and_better(rows, OWN)
+    assert sentence is not None
+    assert "first-token entropy" in sentence
+    assert "0.904 against 0.844" in sentence
+    evaluation = {"cross_validation": {"signals": rows}, "signal_of_the_bundle": OWN}
+    lines = list(islice(closing_lines(evaluation), 3))
+    assert lines[0] == sentence
     assert "0.904 +/- 0.100" in lines[2]  # without intervals the table is drawn, too
-    assert (
-        cheaper_and_better(signals(depth_mean_unit_norm=0.844, first_token_entropy=0.84), OWN)
-        is None
-    )
+    worse = signals(depth_mean_unit_norm=0.844, first_token_entropy=0.84)
+    assert cheaper_and_better(worse, OWN) is None
     assert cell({"mean": 0.5, "std": 0.1, "low": 0.4, "high": 0.6}) == "0.500 [0.400, 0.600]"
 
 
@@ -166,17 +145,11 @@ def data(layers: int = 6, count: int = 500, seed: int = 0) -> PlotData:
 
 
 def test_the_same_numbers_draw_the_same_bytes() -> None:
-    first = draw(data())
-    assert sorted(first) == [
-        "coverage.png",
-        "layers.png",
-        "precision_recall.png",
-        "reliability.png",
-        "roc.png",
-        "trajectories.png",
-    ]
+    first, without_risks = draw(data()), draw(dataclasses.replace(data(), risk={}))
+    names = ("coverage", "layers", "precision_recall", "reliability", "roc", "trajectories")
+    assert sorted(first) == [f"{name}.png" for name in names]
     assert first == draw(data())
-    assert list(draw(dataclasses.replace(data(), risk={}))) == ["layers.png", "trajectories.png"]
+    assert list(without_risks) == ["layers.png", "trajectories.png"]
 
 
 def test_figures_are_small_and_carry_no_metadata() -> None:
@@ -188,39 +161,35 @@ def test_figures_are_small_and_carry_no_metadata() -> None:
 
 
 def test_reliability_shows_the_bins_rows_and_the_bands_of_the_bundles_own_risk() -> None:
-    def shown(given: PlotData) -> tuple[str, np.ndarray]:
+    plotted = data(count=600)
+
+    def shown(**changes: Any) -> tuple[str, np.ndarray]:
         axes = Figure().add_subplot()
-        _reliability(axes, given)
-        (bars,) = (one for one in axes.collections if isinstance(one, LineCollection))
+        _reliability(axes, dataclasses.replace(plotted, **changes))
+        (bars,) = (drawn for drawn in axes.collections if isinstance(drawn, LineCollection))
         return axes.get_title(), np.array([segment[:, 1] for segment in bars.get_segments()])
 
-    given = data(count=600)
-    title, bands = shown(given)
+    title, bands = shown()
     assert "15 bins of 40 rows" in title
-    _, observed, _ = reliability(given.label, given.risk["depth mean"])
+    _, observed, _ = reliability(plotted.label, plotted.risk["depth mean"])
     assert bands.shape == (15, 2)
     assert np.all((bands[:, 0] <= observed) & (observed <= bands[:, 1]))
-    alone, few = (
-        shown(dataclasses.replace(given, group=np.arange(600) % size))[1] for size in (600, 4)
-    )
+    (_, alone), (_, few) = (shown(group=np.arange(600) % size) for size in (600, 4))
     assert np.diff(alone).mean() < np.diff(few).mean()  # rows of few groups tell less
-    rounded = {"depth mean": np.round(given.risk["depth mean"] * 2) / 2}
-    assert "3 bins of " in shown(dataclasses.replace(given, risk=rounded))[0]
+    rounded = {"depth mean": np.round(plotted.risk["depth mean"] * 2) / 2}
+    assert "3 bins of " in shown(risk=rounded)[0]
 
 
-def test_the_curve_of_coverage_shows_the_chosen_point() -> None:
-    given = data()
-    for threshold in (0.3, 0.5, 0.7, 1e-9):
-        axes = Figure().add_subplot()
-        _coverage(axes, dataclasses.replace(given, threshold=threshold))
-        gate = at_threshold(given.label, given.risk["depth mean"], threshold)
-        shown: Any = [line.get_xydata() for line in axes.lines if line.get_marker() == "o"]
-        found = [point[0].tolist() for point in shown]
-        assert found == (
-            [[gate["answered"], gate["wrong_among_answered"]]] if gate["answered"] else []
-        )
-        said = f"the bundle's threshold, {threshold:.3f}" + ("" if found else ", answers nothing")
-        assert said in [str(line.get_label()) for line in axes.lines]
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7, 1e-9])
+def test_the_curve_of_coverage_shows_the_chosen_point(threshold: float) -> None:
+    plotted, axes = dataclasses.replace(data(), threshold=threshold), Figure().add_subplot()
+    _coverage(axes, plotted)
+    gate = at_threshold(plotted.label, plotted.risk["depth mean"], threshold)
+    points = [line.get_xydata() for line in axes.lines if line.get_marker() == "o"]
+    expected = [[gate["answered"], gate["wrong_among_answered"]]] if gate["answered"] else []
+    assert [np.asarray(point)[0].tolist() for point in points] == expected
+    label = f"the bundle's threshold, {threshold:.3f}" + ("" if expected else ", answers nothing")
+    assert label in [str(line.get_label()) for line in axes.lines]
 
 
 # The rule of a threshold through a whole run: manifest, evaluation.json, card, plot and console say
@@ -238,107 +207,86 @@ def careful(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="module")
 def missed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Quiet]:
     """Every fifth label is turned, so that some of the surest answers are wrong."""
-    rows = [
-        row | {"label": 1 - row["label"]} if place % 5 == 0 else row
-        for place, row in enumerate(planted_rows(240))
-    ]
+    rows = planted_rows(240)
+    for row in rows[::5]:
+        row["label"] = 1 - row["label"]
     return run(tmp_path_factory.mktemp("missed"), rows=rows, target="wrong<=0.01", **QUICK)
 
 
-def test_by_default_what_is_more_likely_right_than_wrong_is_answered(tmp_path: Path) -> None:
-    bundle, console = run(tmp_path, **ONE)
-    found = bundle.evaluation()["threshold"]
-    assert bundle.manifest.threshold == found["threshold"] == 0.5
-    assert (found["rule"], found["wrong_costs"]) == ("wrong_costs", 1.0)
-    for said in (section(bundle, "Threshold"), " ".join(console.lines)):
-        assert "hreshold 0.5000 = 1 / (1 + K) with K = 1" in said
-        assert "answer what is more likely right than wrong" in said
+def test_by_default_what_is_more_likely_right_than_wrong_is_answered(
+    quick: tuple[Bundle, Quiet],
+) -> None:
+    bundle, console = quick
+    record = bundle.evaluation()["threshold"]
+    assert bundle.manifest.threshold == record["threshold"] == 0.5
+    assert (record["rule"], record["wrong_costs"]) == ("wrong_costs", 1.0)
+    for text in (section(bundle, "Threshold"), " ".join(console.lines)):
+        assert "hreshold 0.5000 = 1 / (1 + K) with K = 1" in text
+        assert "answer what is more likely right than wrong" in text
 
 
 def test_another_cost_moves_the_threshold_and_every_figure_at_it(careful: Bundle) -> None:
-    evaluation, said = careful.evaluation(), section(careful, "Threshold")
-    assert (careful.manifest.threshold, "with K = 4" in said, "more likely right" in said) == (
-        0.2,
-        True,
-        False,
-    )
+    evaluation, text = careful.evaluation(), section(careful, "Threshold")
+    assert careful.manifest.threshold == 0.2
+    assert "with K = 4" in text
+    assert "more likely right" not in text
     crossed = evaluation["cross_validation"]
     rows = {row["wrong_costs"]: row for row in crossed["by_wrong_costs"]}
-    saved = {name: rows[4].pop(name) for name in ("net_benefit", "withholding_all")}
+    saved, by_withholding = (rows[4].pop(name) for name in ("net_benefit", "withholding_all"))
     assert rows[4] == {"wrong_costs": 4, "threshold": 0.2} | crossed["at_threshold"]
     share = evaluation["data"]["hallucinated"] / 240
-    assert (
-        saved["net_benefit"]
-        > saved["withholding_all"]
-        == pytest.approx(share - (1 - share) / 4, abs=1e-6)
-    )
+    assert saved > by_withholding == pytest.approx(share - (1 - share) / 4, abs=1e-6)
     assert rows[4]["answered"] < rows[1]["answered"]
     risk = np.array([report.risk for report in served(careful, planted_rows(90, seed=3))])
-    assert evaluation["held_out"]["at_threshold"]["answered"] == pytest.approx(
-        np.mean(risk < 0.2), abs=1e-6
-    )
+    held_out = evaluation["held_out"]["at_threshold"]
+    assert held_out["answered"] == pytest.approx(np.mean(risk < 0.2), abs=1e-6)
     own = coverage(careful).own
     assert own is not None
     assert (own.threshold, own.answered) == (0.2, crossed["at_threshold"]["answered"])
 
 
 def test_the_card_has_tables_of_costs_and_forms(careful: Bundle) -> None:
-    card, crossed = careful.card(), careful.evaluation()["cross_validation"]
-    number = r"\| ([+-]\d\.\d{3}) "
-    costs = (
-        rf"^\| (0\.25|0\.5|1|2|4) \| (0\.\d{{3}}) \| (.+?) \| (.+?) \| (.+?) {number}{number}\|$"
+    card, evaluation = careful.card(), careful.evaluation()
+    crossed = evaluation["cross_validation"]
+    assert [row["threshold"] for row in crossed["by_wrong_costs"]] == pytest.approx(
+        [1 / (1 + cost) for cost in (0.25, 0.5, 1, 2, 4)], abs=1e-6
     )
-    rows = re.findall(costs, card, re.MULTILINE)
-    assert [(k, at) for k, at, *_ in rows] == [
-        ("0.25", "0.800"),
-        ("0.5", "0.667"),
-        ("1", "0.500"),
-        ("2", "0.333"),
-        ("4", "0.200"),
-    ]
-    for (*_, answered, wrong, withheld, saved, by_all), row in zip(
-        rows, crossed["by_wrong_costs"], strict=True
-    ):
-        shown = (
-            f"{row[key]:.1%}" for key in ("answered", "wrong_among_answered", "right_withheld")
-        )
-        assert (answered, wrong, withheld) == tuple(shown)
-        assert (saved, by_all) == (f"{row['net_benefit']:+.3f}", f"{row['withholding_all']:+.3f}")
+    for row in crossed["by_wrong_costs"]:
+        cost = f"| {row['wrong_costs']:g} | {row['threshold']:.3f} |"
+        shares = (row[name] for name in ("answered", "wrong_among_answered", "right_withheld"))
+        shown = " | ".join(f"{share:.1%}" for share in shares)
+        gains = f"{row['net_benefit']:+.3f} | {row['withholding_all']:+.3f} |"
+        assert f"\n{cost} {shown} | {gains}\n" in card
     own = crossed["signals"][OWN]
     for title, key in (("E-AURC", "e_aurc"), ("caught at 10 %", "caught_at_10")):
-        cells = next(
-            line for line in card.splitlines() if title in line and line.startswith("| signal")
-        )
-        assert f"{own[key]['mean']:.3f} +/-" in card.partition(cells)[2].partition("\n\n")[0]
+        heads = (line for line in card.splitlines() if re.match(rf"\| signal.*{title}", line))
+        table = card.partition(next(heads))[2].partition("\n\n")[0]
+        assert f"{own[key]['mean']:.3f} +/-" in table
     assert "coverage.png" in card
-    found, data = crossed["by_form"], careful.evaluation()["data"]
-    assert {name: row["rows"] for name, row in found.items()} == {"chat": 120, "lone": 120}
-    assert np.mean([row["wrong"] for row in found.values()]) == pytest.approx(
-        data["hallucinated"] / 240
-    )
-    assert crossed["signals"][OWN]["auroc_within_form"]["mean"] > 0.7
-    assert (
-        f"| `lone` | 120 | {found['lone']['wrong']:.3f} | {found['lone']['mean_risk']:.3f} |"
-        in card
-    )
+    forms = crossed["by_form"]
+    assert {name: row["rows"] for name, row in forms.items()} == {"chat": 120, "lone": 120}
+    wrong = np.mean([row["wrong"] for row in forms.values()])
+    assert wrong == pytest.approx(evaluation["data"]["hallucinated"] / 240)
+    assert own["auroc_within_form"]["mean"] > 0.7
+    lone = f"{forms['lone']['wrong']:.3f} | {forms['lone']['mean_risk']:.3f} |"
+    assert f"| `lone` | 120 | {lone}" in card
     assert "within form" in card
 
 
 @pytest.mark.parametrize("target", ["wrong<=0.2", "answered>=0.5"])
 def test_a_target_that_is_reached(tmp_path: Path, target: str) -> None:
     bundle, console = run(tmp_path, target=target, evaluate=False)
-    found = bundle.evaluation()["threshold"]
-    assert (found["rule"], found["target"], found["reached"]) == ("target", target, True)
-    assert found["threshold"] == bundle.manifest.threshold != 0.5
-    gate = found["out_of_fold"]
-    assert (
-        0.1 < gate["wrong_among_answered"] <= 0.2
-        if target == "wrong<=0.2"
-        else 0.5 <= gate["answered"] < 0.51
-    )
-    for said in (section(bundle, "Threshold"), " ".join(console.lines)):
-        assert f"for the target {target}: it answers {gate['answered']:.1%}" in said
-        assert "out of reach" not in said
+    record = bundle.evaluation()["threshold"]
+    assert (record["rule"], record["target"], record["reached"]) == ("target", target, True)
+    assert record["threshold"] == bundle.manifest.threshold != 0.5
+    gate = record["out_of_fold"]
+    if target == "wrong<=0.2":
+        assert 0.1 < gate["wrong_among_answered"] <= 0.2
+    else:
+        assert 0.5 <= gate["answered"] < 0.51
+    for text in (section(bundle, "Threshold"), " ".join(console.lines)):
+        assert f"for the target {target}: it answers {gate['answered']:.1%}" in text
+        assert "out of reach" not in text
     assert "no guarantee" in section(bundle, "Threshold")
 
 
@@ -346,44 +294,29 @@ def test_a_target_out_of_reach_is_said_so_and_does_not_open_the_gate(
     missed: tuple[Bundle, Quiet],
 ) -> None:
     bundle, console = missed
-    found = bundle.evaluation()["threshold"]
-    gate = found["out_of_fold"]
-    assert (found["reached"], found["threshold"]) == (False, bundle.manifest.threshold)
+    record = bundle.evaluation()["threshold"]
+    gate = record["out_of_fold"]
+    assert (record["reached"], record["threshold"]) == (False, bundle.manifest.threshold)
     assert gate["wrong_among_answered"] > 0.01
     assert gate["answered"] < 0.5
     for row in bundle.evaluation()["cross_validation"]["by_wrong_costs"][:3]:
         assert gate["wrong_among_answered"] < row["wrong_among_answered"]
     words = (
         "he target wrong<=0.01 is out of reach. What is reachable is the lowest share of wrong"
-        f" with at least 20 answered rows: threshold {found['threshold']:.4f}, which was published,"
-        f" answers {gate['answered']:.1%} of the training rows by out-of-fold risks, and"
+        f" with at least 20 answered rows: threshold {record['threshold']:.4f}, which was"
+        f" published, answers {gate['answered']:.1%} of the training rows by out-of-fold risks, and"
         f" {gate['wrong_among_answered']:.1%} of these answers are wrong"
     )
     assert f"t{words}" in console.lines
     assert f"**T{words}.**" in section(bundle, "Threshold")
-    gate = {"answered": 0.9, "wrong_among_answered": 0.3, "right_withheld": 0.0}
-    other = {
-        "rule": "target",
-        "target": "answered>=1",
-        "reached": False,
-        "threshold": 1.0,
-        "out_of_fold": gate,
-    }
-    assert "What is reachable is the largest share answered" in rule_in_words(other)
+    answers = rule_in_words(record | {"target": "answered>=1"})
+    assert "What is reachable is the largest share answered" in answers
 
 
 def test_too_few_rows_for_a_target_publish_nothing(tmp_path: Path) -> None:
+    few = ONE | {"allow_few": True, "target": "wrong<=0.2"}
     with pytest.raises(TrainingError, match="20 answered rows, and there are 18") as caught:
-        run(
-            tmp_path,
-            rows=planted_rows(18),
-            target="wrong<=0.2",
-            folds=2,
-            seeds=(0,),
-            c=0.3,
-            evaluate=False,
-            allow_few=True,
-        )
+        run(tmp_path, rows=planted_rows(18), **few)
     assert caught.value.param == "target"
     assert not (tmp_path / "store" / "planted").exists()
 
@@ -409,9 +342,8 @@ FORMS = [{"form": name} for name in ("lone", "lone", "lone", "lone", "turns", "t
 
 
 def test_each_form_has_its_own_row() -> None:
-    found = by_stratum(LABEL, RISK, FORMS, 0.5)
-    lone, turns = found["lone"], found["turns"]
-    assert list(found) == ["lone", "turns"]
+    lone, turns = (rows := by_stratum(LABEL, RISK, FORMS, 0.5)).values()
+    assert list(rows) == ["lone", "turns"]
     assert (lone["rows"], lone["wrong"], lone["mean_risk"]) == (4, 0.5, pytest.approx(0.45))
     assert lone["auroc"] == pytest.approx(0.75)  # in each seed: 3 of the 4 pairs in their order
     assert lone["answered"] == pytest.approx(5 / 8)
@@ -439,26 +371,21 @@ class Bare:
 
 def test_bundles_beside_each_other() -> None:
     def cells(bundles: list[Any], name: str) -> list[str]:
-        [line] = [
-            line
-            for line in compare(bundles).markdown.splitlines()
-            if line.startswith(f"| {name} |")
-        ]
-        return [one.strip() for one in line.strip("|").split("|")][1:]
+        table = compare(bundles).markdown.splitlines()
+        [line] = [line for line in table if line.startswith(f"| {name} |")]
+        return [shown.strip() for shown in line.strip("|").split("|")][1:]
 
     store = Store(SHIPPED)
     demo, demo_fused, plain, fused = (
         store.load(name) for name in ("demo", "demo-fused", "smollm2", "smollm2-fused")
     )
-    own = plain.evaluation()
-    auroc = own["cross_validation"]["signals"][own["signal_of_the_bundle"]]["auroc"]
+    evaluation = plain.evaluation()
+    own = evaluation["cross_validation"]["signals"][evaluation["signal_of_the_bundle"]]["auroc"]
     shown = cells([plain, fused], "nested CV: AUROC")
-    assert shown[0] == f"{auroc['mean']:.3f} [{auroc['low']:.3f}, {auroc['high']:.3f}]"
+    assert shown[0] == f"{own['mean']:.3f} [{own['low']:.3f}, {own['high']:.3f}]"
     assert len(set(cells([plain, fused], "signal"))) == 2
     assert len(compare([plain, fused]).caveats) == 1
-    held = [
-        one.evaluation()["held_out"]["signals"]["bundle"]["auroc"] for one in (demo, demo_fused)
-    ]
+    held = [b.evaluation()["held_out"]["signals"]["bundle"]["auroc"] for b in (demo, demo_fused)]
     assert cells([demo, demo_fused], "held out: AUROC") == [f"{auroc:.3f}" for auroc in held]
     caveats = " ".join(compare([demo, plain]).caveats)
     assert "different models" in caveats

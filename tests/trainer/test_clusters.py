@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from service.data.training_rows import Dataset, read_dataset
 from service.trainer.clusters import LEAST_ROWS, with_clusters
-from tests.fitting.planted import planted_rows, write_rows
+from tests.fitting.planted import dataset_of, planted_rows, write_rows
+from tests.kit.rows import Rows
 from tests.trainer.made import run
 
 WORDINGS = (
@@ -20,10 +20,11 @@ WORDINGS = (
 )
 
 
-def of_traffic(path: Path, count: int, **more: Any) -> Dataset:
+def worded(path: Path, count: int) -> Dataset:
+    """Traffic in three wordings, which take turns."""
     rows = [
-        {"prompt": WORDINGS[at % 3].format(f"n{at // 3}"), "answers": ["x"], **more}
-        for at in range(count)
+        {"prompt": WORDINGS[number % 3].format(f"n{number // 3}"), "answers": ["x"]}
+        for number in range(count)
     ]
     return read_dataset(write_rows(path, rows), "generate", folds=None)
 
@@ -33,42 +34,41 @@ def kinds(data: Dataset) -> list[str]:
 
 
 def test_rows_that_name_no_kind_get_clusters_of_their_words(tmp_path: Path) -> None:
-    data, test = of_traffic(tmp_path / "a.jsonl", 420), of_traffic(tmp_path / "b.jsonl", 30)
+    data, test = worded(tmp_path / "a.jsonl", 420), worded(tmp_path / "b.jsonl", 30)
     named, held = with_clusters(data, test)
     assert named.clustered
     assert held is not None
     names = kinds(named)
-    for at, wording in enumerate(WORDINGS):
-        counts = Counter(names[at::3])
-        [(most, count), *_] = counts.most_common()
+    for number, wording in enumerate(WORDINGS):
+        [(most, count), *_] = Counter(names[number::3]).most_common()
         assert count >= 135, "one wording, one kind, but for a row or two with a rare word"
         assert len(set(most.split(", ")) & set(wording.lower().rstrip("?").split())) == 2, most
-        assert Counter(kinds(held)[at::3]).most_common(1)[0][0] == most
+        assert Counter(kinds(held)[number::3]).most_common(1)[0][0] == most
     assert named.digest == data.digest, "the file is the same"
     again, _ = with_clusters(data, test)
     assert kinds(again) == names
 
 
+def numbered(count: int, text: str = "a {0} b{1}") -> Rows:
+    return [{"prompt": text.format(n, n % 7), "answers": ["x"]} for n in range(count)]
+
+
+NO_QUESTIONS = [{"prompt": row["prompt"], "applies": False} for row in numbered(300)]
+
+
 @pytest.mark.parametrize(
-    ("count", "more"), [(LEAST_ROWS - 1, {}), (300, {"kind": "mine"}), (300, {"applies": False})]
+    "rows",
+    [
+        numbered(LEAST_ROWS - 1),
+        [*numbered(300)[:-1], {"prompt": "c", "answers": ["x"], "kind": "mine"}],
+        [*numbered(10), *NO_QUESTIONS[10:]],
+        numbered(300, "n{0}"),  # no words to tell them apart
+    ],
 )
-def test_few_rows_and_rows_with_kinds_stay_as_they_are(
-    tmp_path: Path, count: int, more: dict[str, Any]
+def test_few_rows_and_rows_with_kinds_or_without_words_stay_as_they_are(
+    tmp_path: Path, rows: Rows
 ) -> None:
-    rows = [{"prompt": f"a {at} b{at % 7}", "answers": ["x"]} for at in range(count)]
-    if more.get("applies") is False:
-        rows = [
-            row if at < 10 else {"prompt": row["prompt"], **more} for at, row in enumerate(rows)
-        ]
-    else:
-        rows[-1] |= more
-    data = read_dataset(write_rows(tmp_path / "a.jsonl", rows), "generate", folds=None)
-    assert with_clusters(data, None) == (data, None)
-
-
-def test_rows_without_words_to_tell_apart_have_no_kinds(tmp_path: Path) -> None:
-    rows = [{"prompt": f"n{at}", "answers": ["x"]} for at in range(300)]
-    data = read_dataset(write_rows(tmp_path / "a.jsonl", rows), "generate", folds=None)
+    data = dataset_of(tmp_path, rows)
     assert with_clusters(data, None) == (data, None)
 
 

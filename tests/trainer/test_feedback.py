@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from probes_store.bundle import Bundle, BundleDraft
+from probes_store.bundle import Bundle
 from probes_store.manifest import PROBES
 from probes_store.store import Store
 from service.data.rows import mark_of
@@ -20,10 +20,17 @@ from service.feedback.databases import Location, location
 from service.feedback.rows import write_answers, write_label
 from service.trainer.feedback import recalibrate_by_feedback
 from service.trainer.guarantee import plan
-from service.trainer.options import GuaranteeOptions, RecalibrateOptions
-from tests.fitting.planted import Quiet, planted_rows, write_rows
+from service.trainer.options import RecalibrateOptions
+from tests.fitting.planted import Quiet, planted_rows
 from tests.kit.feedback import answer, given
-from tests.trainer.made import Rows, no_picture_of_the_change, served
+from tests.kit.rows import Row, Rows
+from tests.trainer.made import (
+    guarantee_options,
+    no_picture_of_the_change,
+    republished,
+    section,
+    served,
+)
 from tests.trainer.test_recalibrate import check_served, rare, scored
 
 
@@ -35,34 +42,33 @@ def kept(
     *,
     decision: str = "continue",
     name: str = "feedback.db",
-    said: Sequence[dict[str, Any]] = (),
+    more: Sequence[Row] = (),
 ) -> Location:
     """What a service with ``bundle`` would have stored: each row once, with a label for the first
-    ``labelled``."""
-    where = location(str(folder / name))
+    ``labelled``; and more labels."""
+    where, manifest = location(str(folder / name)), bundle.manifest
     database = where.open()
-    with database.transaction():
-        write_answers(
-            database,
-            [
-                answer(
-                    row["id"],
-                    time=float(number),
-                    risk=report.risk,
-                    probes=bundle.manifest.files[PROBES].sha256,
-                    bundle=bundle.reference,
-                    digest=bundle.manifest.digest,
-                    decision=decision,
-                    signals=dict(zip(bundle.manifest.signals, report.signals, strict=True)),
-                    mark=mark_of(row),
-                )
-                for number, (row, report) in enumerate(zip(rows, served(bundle, rows), strict=True))
-            ],
+    answers = [
+        answer(
+            row["id"],
+            time=float(number),
+            risk=report.risk,
+            probes=manifest.files[PROBES].sha256,
+            bundle=bundle.reference,
+            digest=manifest.digest,
+            decision=decision,
+            signals=dict(zip(manifest.signals, report.signals, strict=True)),
+            mark=mark_of(row),
         )
-        for row in rows[:labelled]:
-            write_label(database, given(row["id"], "factual" if row["label"] else "hallucinated"))
-        for one in said:
-            write_label(database, given(**{"any_caller": True, **one}))
+        for number, (row, report) in enumerate(zip(rows, served(bundle, rows), strict=True))
+    ]
+    labels = [{"request_id": row["id"], "label": label_of(row)} for row in rows[:labelled]]
+    with database.transaction():
+        write_answers(database, answers)
+        for label in labels:
+            write_label(database, given(**label))
+        for label in more:
+            write_label(database, given(**{"any_caller": True, **label}))
     database.close()
     return where
 
@@ -91,24 +97,23 @@ def published(store: Store, where: Location, **changes: Any) -> tuple[Bundle, An
     return bundle, record, printed
 
 
+def label_of(row: Row) -> str:
+    return "factual" if row["label"] else "hallucinated"
+
+
 def test_the_risk_follows_the_feedback(tmp_path: Path, store: Store, trained: Bundle) -> None:
     store.set_alias("planted", "production", 1)
     bundle, record, printed = published(store, kept(tmp_path, trained, mixed(900, 5), 300))
     assert "no alias was moved" in printed.splitlines()[-1]
-    assert (bundle.reference, store.load("planted").reference) == (
-        "planted:2",
-        "planted:1",
-    )  # for review
+    # For review.
+    assert (bundle.reference, store.load("planted").reference) == ("planted:2", "planted:1")
     assert store.aliases("planted") == {"production": 1}
     check_served(trained, bundle)
     text = json.dumps(bundle.evaluation()) + bundle.card()
     assert not [row["prompt"] for row in mixed(900, 5) if row["prompt"] in text]
     assert str(tmp_path) not in text
-    assert (record["labels"], record["data"]["rows"], record["feedback"]["answers"]) == (
-        "feedback",
-        300,
-        900,
-    )
+    counts = (record["data"]["rows"], record["feedback"]["answers"])
+    assert (record["labels"], counts) == ("feedback", (300, 900))
     assert record["feedback"]["traffic"]["share"]["value"] == pytest.approx(0.9, abs=0.06)
 
 
@@ -116,39 +121,30 @@ def test_the_card_says_who_was_labelled(tmp_path: Path, store: Store, trained: B
     """Only those of a low risk are: here nobody labels what was risky."""
     rows = mixed(900, 5)
     risk, _ = scored(trained, rows)
-    low = np.argsort(risk)
-    bundle, record, printed = published(
-        store, kept(tmp_path, trained, [rows[place] for place in low.tolist()], 400)
-    )
-    assert (
-        "bundle alias planted production" in printed.splitlines()[-1]
-    )  # a bare name means this version from now on
-    found, card = record["feedback"], bundle.card()
-    table = [[0, 0, 0] for _ in range(10)]
-    for place, number in enumerate(low.tolist()):
-        row = table[min(9, int(risk[number] * 10))]
-        row[0] += 1
-        row[1] += place < 400
-        row[2] += place < 400 and rows[number]["label"] == 0
-    assert (found["by_tenth"], found["by_decision"]) == (table, {"continue": [900, 400]})
-    share = sum(labelled for _, labelled, _ in table) / 900
-    section = card[card.index("## Recalibration\n") : card.index("## Limits\n")]
-    for text in (
+    order = np.argsort(risk).tolist()
+    where = kept(tmp_path, trained, [rows[number] for number in order], 400)
+    bundle, record, printed = published(store, where)
+    # A bare name means this version from now on.
+    assert "bundle alias planted production" in printed.splitlines()[-1]
+    table = [[0, 0, 0] for _ in range(10)]  # answers, labels, wrong ones
+    for place, number in enumerate(order):
+        counts = (1, place < 400, place < 400 and rows[number]["label"] == 0)
+        tenth = min(9, int(risk[number] * 10))
+        table[tenth] = [sum(pair) for pair in zip(table[tenth], counts, strict=True)]
+    feedback, text = record["feedback"], section(bundle, "Recalibration")
+    assert (feedback["by_tenth"], feedback["by_decision"]) == (table, {"continue": [900, 400]})
+    first = next(tenth for tenth, (answers, *_) in enumerate(table) if answers)
+    answers, labelled, wrong = table[first]
+    for words in (
         "### Who was labelled",
-        f"({share:.1%})",
+        f"({400 / 900:.1%})",
         "users label what they like",
         "is extrapolated",
-        f"No label lies at a risk above {found['highest']:.2f}",
-    ):
-        assert text in section, text
-    first, (answers, labelled, wrong) = next(
-        (place, row) for place, row in enumerate(table) if row[0]
-    )
-    line = (
+        f"No label lies at a risk above {feedback['highest']:.2f}",
         f"| {first / 10:.1f} to {(first + 1) / 10:.1f} | {answers} | {labelled}"
-        f" ({labelled / answers:.1%}) |"
-    )
-    assert f"{line} {wrong} ({wrong / labelled:.1%}) |" in section
+        f" ({labelled / answers:.1%}) | {wrong} ({wrong / labelled:.1%}) |",
+    ):
+        assert words in text, words
     assert "users label what they like" in printed
 
 
@@ -157,17 +153,13 @@ def test_labels_that_decide_nothing_are_left_out(
 ) -> None:
     rows = mixed(400, 5)
     training = [row | {"id": f"t{n}"} for n, row in enumerate(planted_rows(400)[:7])]
-    said = [
-        {
-            "request_id": row["id"],
-            "label": "factual" if row["label"] == 0 else "hallucinated",
-            "caller": "bob",
-        }
+    other = [
+        {"request_id": row["id"], "label": label_of({"label": not row["label"]}), "caller": "bob"}
         for row in rows[:5]
     ]
-    said += [{"request_id": row["id"], "label": "unclear"} for row in rows[300:303]]
-    said += [{"request_id": row["id"], "label": "factual"} for row in training]
-    where = kept(tmp_path, trained, rows + training, 300, said=said)
+    unclear = [{"request_id": row["id"], "label": "unclear"} for row in rows[300:303]]
+    seen = [{"request_id": row["id"], "label": "factual"} for row in training]
+    where = kept(tmp_path, trained, rows + training, 300, more=other + unclear + seen)
     kept(tmp_path, trained, mixed(50, 7), 50, decision="abstain")
     _, record, _ = published(store, where)
     assert record["feedback"]["left_out"] == {
@@ -184,13 +176,8 @@ def test_feedback_on_a_recalibrated_version(tmp_path: Path, store: Store, traine
     """The stored risk is on another scale; the stored signals are not."""
     rows = mixed(900, 5)
     second, *_ = published(store, kept(tmp_path, trained, rows, 300))
-    data = write_rows(tmp_path / "labelled.jsonl", rows[:300])
     with pytest.raises(DataError, match="the recalibration of planted:2 has spent"):
-        plan(
-            second,
-            GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "run", alpha="0.3"),
-            store,
-        )
+        plan(second, guarantee_options(tmp_path, rows[:300], alpha="0.3"), store)
     where = kept(tmp_path, second, rows, 300, name="second.db")
     with pytest.raises(TrainingError, match="recalibrated already.*planted:1"):
         run(store, where, bundle="planted:2")
@@ -201,16 +188,13 @@ def test_feedback_on_a_recalibrated_version(tmp_path: Path, store: Store, traine
 def test_too_few_labels_are_refused_with_their_number(
     tmp_path: Path, store: Store, trained: Bundle
 ) -> None:
-    rows = mixed(300, 5)
-    right = [row for row in rows if row["label"]]
-    where = kept(tmp_path, trained, right[:19] + [row for row in rows if not row["label"]], 200)
-    with pytest.raises(
-        TrainingError, match="19 prompts answered right and 181 hallucinated.*20 of each"
-    ):
+    right, wrong = ([row for row in mixed(300, 5) if row["label"] == label] for label in (1, 0))
+    where = kept(tmp_path, trained, right[:19] + wrong, 200)
+    few = "19 prompts answered right and 181 hallucinated.*20 of each"
+    with pytest.raises(TrainingError, match=few):
         run(store, where)
-    kept(
-        tmp_path, trained, [right[0] | {"id": "again"}], 1
-    )  # the same question is no further evidence
+    # The same question is no further evidence.
+    kept(tmp_path, trained, [right[0] | {"id": "again"}], 1)
     with pytest.raises(TrainingError, match="19 prompts"):
         run(store, where)
     kept(tmp_path, trained, right[19:20], 1)
@@ -239,12 +223,8 @@ def test_a_bundle_without_recorded_risks_has_labels_alone(
 ) -> None:
     where, evaluation = kept(tmp_path, trained, mixed(900, 5), 300), trained.evaluation()
     del evaluation["out_of_fold"]["risks"]
-    store.publish(
-        BundleDraft(
-            trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}
-        )
-    )
-    bundle, record, _ = published(store, where, bundle="planted:2")
+    bare = republished(store, trained, evaluation)
+    bundle, record, _ = published(store, where, bundle=bare.reference)
     assert "prior_shift" not in record["candidates"]
     assert "the bundle records no risks" in bundle.card()
 

@@ -14,9 +14,10 @@ from service.trainer import training_set
 from service.trainer.options import TrainOptions
 from service.trainer.training_set import first_rows, has_first_bundle
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
+from tests.kit.rows import Options
 from tests.trainer.made import ONE, run
 
-LONG: dict[str, Any] = ONE | {"labels": "generate", "batch_rows": 32}
+LONG: Options = ONE | {"labels": "generate", "batch_rows": 32}
 
 
 @pytest.fixture(autouse=True, scope="module")

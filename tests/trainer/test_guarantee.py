@@ -3,8 +3,6 @@ holds."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import random
 import re
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes_store.bundle import Bundle, BundleDraft
+from probes_store.bundle import Bundle
 from probes_store.errors import BundleRefused
 from probes_store.manifest import Manifest
 from probes_store.records import OUTSIDE, Guarantee
@@ -28,10 +26,19 @@ from service.errors import DataError, NoThreshold, RunMismatch, TrainingError
 from service.scoring import Scorer
 from service.trainer import new_rows
 from service.trainer.guarantee import guarantee, plan, rows_to_label
-from service.trainer.options import GuaranteeOptions
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.kit.rows import without
-from tests.trainer.made import Never, Rows, check_answer_kept, run, served, store_of, with_answer
+from tests.kit.rows import Options, Rows, read_lines, without
+from tests.kit.tables import lines
+from tests.trainer.made import (
+    Never,
+    check_answer_kept,
+    guarantee_options,
+    republished,
+    run,
+    served,
+    store_of,
+    with_answer,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +46,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return run(tmp_path_factory.mktemp("trained"), test=planted_rows(80, seed=3), evaluate=False)[0]
 
 
+def new_rows_of(count: int = 400, **options: Any) -> Rows:
+    """Rows that no bundle has seen."""
+    return planted_rows(count, seed=5, **options)
+
+
 def calibrated(
     folder: Path,
     store: Store,
     rows: Rows | None = None,
     engine: type[PlantedEngine] = PlantedEngine,
+    *,
+    bundle: str = "planted",
     **changes: Any,
 ) -> tuple[Bundle | None, Quiet]:
-    data = folder / "calibration.jsonl"
-    if rows is not None or not data.exists():
-        write_rows(data, planted_rows(400, seed=5) if rows is None else rows)
-    given: dict[str, Any] = {
-        "data": (str(data),),
-        "run_dir": folder / "run",
-        "alpha": "0.2",
-    } | changes
-    bundle = store.load(given.pop("bundle", "planted"))
-    console = Quiet()
-    return guarantee(bundle, GuaranteeOptions(**given), engine, store, console=console), console
+    """Without rows: those of the folder's last call, or new ones."""
+    if rows is None:
+        data = folder / "new.jsonl"
+        rows = read_lines(data) if data.exists() else new_rows_of()
+    console, options = Quiet(), guarantee_options(folder, rows, **changes)
+    return guarantee(store.load(bundle), options, engine, store, console=console), console
 
 
 def published(
@@ -69,21 +78,28 @@ def published(
     return bundle, bundle.manifest.guarantee, bundle.evaluation()["calibrations"][-1]
 
 
+def spent(folder: Path) -> bool:
+    """Whether labels were looked at."""
+    return any((folder / "run").rglob("question.json"))
+
+
+def answered_of(bundle: Bundle, rows: Rows) -> Rows:
+    """The rows that a service with this bundle answers."""
+    reports = served(bundle, rows)
+    return [row for row, report in zip(rows, reports, strict=True) if not report.verdict.flagged]
+
+
+def wrong_of(rows: Rows) -> int:
+    return sum(1 - row["label"] for row in rows)
+
+
 def test_each_shape_is_named_once_whatever_its_rows_ask(tmp_path: Path, store: Store) -> None:
     def shapes(*forms: str) -> tuple[str, ...] | None:
-        rows = planted_rows(400, seed=5)
-        data = tmp_path / f"{len(forms)}.jsonl"
-        write_rows(
-            data,
-            [
-                row | {"prompt": forms[at % len(forms)].format(row["prompt"])}
-                for at, row in enumerate(rows)
-            ],
-        )
-        options = GuaranteeOptions(
-            data=(str(data),), run_dir=tmp_path / f"run{len(forms)}", alpha="0.2"
-        )
-        return plan(store.load("planted"), options, store).shapes
+        rows = [
+            row | {"prompt": forms[number % len(forms)].format(row["prompt"])}
+            for number, row in enumerate(new_rows_of())
+        ]
+        return plan(store.load("planted"), guarantee_options(tmp_path, rows), store).shapes
 
     alone = "0 earlier turns, no passage, no system prompt"
     several = "Who wrote Emma? And what is {}?"
@@ -95,37 +111,25 @@ def test_the_guarantee_is_published_and_served(
     tmp_path: Path, store: Store, trained: Bundle
 ) -> None:
     assert trained.manifest.guarantee is None
-    bundle, found, record = published(tmp_path, store)
-    manifest = bundle.manifest
+    bundle, promise, record = published(tmp_path, store)
+    manifest, rows = bundle.manifest, new_rows_of()
     assert (bundle.reference, manifest.format_version) == ("planted:2", 1)
-    assert manifest.guarantee_shapes == ("0 earlier turns, no passage, no system prompt",)
-    assert (
-        "The calibration's conversations: 0 earlier turns, no passage, no system prompt."
-        in found.statement
-    )
-    assert (found.alpha, found.delta, found.rows, found.all_groups) == (0.2, 0.05, 400, 200)
-    assert (
-        found.threshold
-        == manifest.threshold
-        == record["promises"][0]["threshold"]
-        != trained.manifest.threshold
-    )
-    assert found.p_value <= 0.05
-    assert 14 <= found.groups <= 200
-    assert found.hallucinated < 0.2 * found.groups
-    rows = planted_rows(400, seed=5)
-    reports = served(bundle, rows)
-    answered = [
-        row for row, report in zip(rows, reports, strict=True) if not report.verdict.flagged
-    ]
-    assert (len(answered) / len(rows), len({row["group"] for row in answered})) == (
-        found.answered,
-        found.groups,
-    )
-    assert sum(1 - row["label"] for row in answered) <= 0.2 * len(answered)
+    shape = "0 earlier turns, no passage, no system prompt"
+    assert manifest.guarantee_shapes == (shape,)
+    assert f"The calibration's conversations: {shape}." in promise.statement
+    assert (promise.alpha, promise.delta, promise.rows, promise.all_groups) == (0.2, 0.05, 400, 200)
+    assert promise.threshold == manifest.threshold == record["promises"][0]["threshold"]
+    assert promise.threshold != trained.manifest.threshold
+    assert promise.p_value <= 0.05
+    assert 14 <= promise.groups <= 200
+    assert promise.hallucinated < 0.2 * promise.groups
+    answered = answered_of(bundle, rows)
+    assert len(answered) / len(rows) == promise.answered
+    assert len({row["group"] for row in answered}) == promise.groups
+    assert wrong_of(answered) <= 0.2 * len(answered)
     assert record["thresholds_from"] == "training's out-of-fold risks"
     for file in ("probes.safetensors", "golden.safetensors"):
-        assert (bundle.path / file).read_bytes() == (trained.path / file).read_bytes()
+        assert bundle.files()[file] == trained.files()[file]
 
 
 def test_an_answer_probe_comes_along(tmp_path: Path, store: Store, trained: Bundle) -> None:
@@ -143,74 +147,68 @@ def test_rows_outside_training_count_as_withheld(
     monkeypatch.setattr(Manifest, "tells_outside", True)
     monkeypatch.setattr(new_rows, "distance", lambda *_: np.where(every_second_group, OUTSIDE, 0.0))
     (folder := tmp_path / "outside").mkdir()
-    _, found, _ = published(folder, store_of(trained, folder))
-    assert found.answered < 0.7 * plain.answered
-    assert found.groups <= 100 < plain.groups
+    _, withheld, _ = published(folder, store_of(trained, folder))
+    assert withheld.answered < 0.7 * plain.answered
+    assert withheld.groups <= 100 < plain.groups
+
+
+STATED = lines(
+    """
+    confidence 0.95
+    groups
+    counted equally
+    by row
+    another model
+    chat template
+    float32
+    decoding
+    policy
+    drift alarm
+    """
+)
 
 
 def test_the_card_has_the_statement_once(tmp_path: Path, store: Store) -> None:
     first = published(tmp_path, store)
     again = published(tmp_path, store, planted_rows(400, seed=6), alpha="0.3")
-    for bundle, found, _ in (first, again):
+    for bundle, promise, _ in (first, again):
         card = bundle.card()
-        assert card.count("## Guarantee\n") == card.count(found.statement) == 1
-        assert (
-            card.index("## Guarantee\n")
-            < card.index("## Limits\n")
-            < card.index("## How to load\n")
-        )
-        for words in (
-            f"below {found.threshold:g}",
-            f"at most a share of {found.alpha:g}",
-            "confidence 0.95",
-            "groups",
-            "counted equally",
-            "by row",
-            "another model",
-            "chat template",
-            "float32",
-            "decoding",
-            "policy",
-            "drift alarm",
-            found.data_digest,
-        ):
-            assert words in found.statement
+        assert card.count("## Guarantee\n") == card.count(promise.statement) == 1
+        headings = [card.index(f"## {title}\n") for title in ("Guarantee", "Limits", "How to load")]
+        assert headings == sorted(headings)
+        share = f"at most a share of {promise.alpha:g}"
+        for words in (f"below {promise.threshold:g}", share, promise.data_digest, *STATED):
+            assert words in promise.statement
     assert len(again[0].evaluation()["calibrations"]) == 2
 
 
 def test_the_share_by_row_stands_beside_the_guarantee_which_counts_groups_equally(
     tmp_path: Path, store: Store
 ) -> None:
-    rows = planted_rows(300, seed=5, per_group=1)
-    known = [row for row in rows if row["label"]]
-    for large in known[
-        :6
-    ]:  # few large groups that are confidently wrong, many small ones that are right
-        more = [
-            large | {"id": f"{large['id']}-{copy}", "prompt": f"{large['prompt']} {copy}"}
-            for copy in range(20)
+    """Few large groups are confidently wrong, many small ones are right."""
+    rows = new_rows_of(300, per_group=1)
+    for large in [row for row in rows if row["label"]][:6]:
+        rows.remove(large)
+        rows += [
+            large | {"id": f"{large['id']}-{n}", "prompt": f"{large['prompt']} {n}", "label": 0}
+            for n in range(20)
         ]
-        rows = [row for row in rows if row is not large] + [row | {"label": 0} for row in more]
     bundle, console = calibrated(tmp_path, store, rows)
     assert bundle is not None
-    found, (record,) = bundle.manifest.guarantee, bundle.evaluation()["calibrations"]
-    assert found is not None
-    step = next(
-        step for step in record["promises"][0]["steps"] if step["threshold"] == found.threshold
-    )
-    answered, wrong = step["rows"], step["wrong_rows"]
-    assert answered == round(found.answered * found.rows)
-    assert found.hallucinated < 0.2 * found.groups
+    promise, (record,) = bundle.manifest.guarantee, bundle.evaluation()["calibrations"]
+    assert promise is not None
+    steps = {step["threshold"]: step for step in record["promises"][0]["steps"]}
+    answered, wrong = (steps[promise.threshold][key] for key in ("rows", "wrong_rows"))
+    assert answered == round(promise.answered * promise.rows)
+    assert promise.hallucinated < 0.2 * promise.groups
     assert wrong > 0.3 * answered  # far above alpha
-    said = (
-        f"{wrong} of {answered} answered rows were hallucinated, {wrong / answered:.1%}, which is"
-        " above 0.2"
-    )
-    assert f"Not guaranteed: by row, {said}" in found.statement
-    assert (
-        "counted equally whatever their size, at most a share of 0.2 is answered" in found.statement
-    )
-    assert f"| by row, not guaranteed | {said}" in bundle.card()
+    share = f"{wrong} of {answered} answered rows were hallucinated, {wrong / answered:.1%}"
+    for words in (
+        f"Not guaranteed: by row, {share}, which is above 0.2",
+        "counted equally whatever their size, at most a share of 0.2 is answered",
+    ):
+        assert words in promise.statement
+    assert f"| by row, not guaranteed | {share}, which is above 0.2" in bundle.card()
     assert "groups, counted equally" in bundle.card()
     assert any(f"{answered:13}  {wrong:12}" in line for line in console.lines)
 
@@ -220,8 +218,8 @@ def test_the_share_by_row_stands_beside_the_guarantee_which_counts_groups_equall
 def test_rows_that_the_bundle_has_seen_are_refused(
     tmp_path: Path, store: Store, seed: int, what: str, by: str
 ) -> None:
-    rows = planted_rows(400, seed=5)
-    rows[7] = rows[7] | {by: planted_rows(40, seed=seed)[4][by]}
+    rows = new_rows_of()
+    rows[7] |= {by: planted_rows(40, seed=seed)[4][by]}
     with pytest.raises(DataError, match=f"line 8: its {by} is among {what}"):
         calibrated(tmp_path, store, rows, Never)
 
@@ -240,56 +238,51 @@ def test_another_model_is_refused_before_its_answers_are_asked(
 
 def test_a_set_is_spent_once(tmp_path: Path, store: Store) -> None:
     bundle, *_ = published(tmp_path, store)
-    again, console = calibrated(
-        tmp_path, store, engine=Never
-    )  # the same question has the same answer
+    # The same question has the same answer.
+    again, console = calibrated(tmp_path, store, engine=Never)
     assert again is not None
     assert again.reference == bundle.reference
     assert "this very guarantee" in console.lines[0]
     for changes in ({"alpha": "0.3"}, {"seed": 1}, {"bundle": "planted:1", "delta": 0.1}):
         with pytest.raises(DataError, match="has spent"):
             calibrated(tmp_path, store, engine=Never, **changes)
+    rows = [new_rows_of(1)[0], *planted_rows(400, seed=6)[1:]]
     with pytest.raises(DataError, match=r"line 1: its prompt is among .*planted:2 has spent"):
-        calibrated(
-            tmp_path, store, [planted_rows(1, seed=5)[0], *planted_rows(400, seed=6)[1:]], Never
-        )
+        calibrated(tmp_path, store, rows, Never)
 
 
 def test_no_threshold_qualifies(tmp_path: Path, store: Store) -> None:
     with pytest.raises(NoThreshold, match=r"least alpha .* 0\.\d+; no number of rows") as caught:
-        calibrated(tmp_path, store, planted_rows(400, seed=5, shuffled=True))
+        calibrated(tmp_path, store, new_rows_of(shuffled=True))
     assert "--publish-closed" in str(caught.value)
     assert store.load("planted").reference == "planted:1"
-    with pytest.raises(
-        RunMismatch, match=r"spent.*alphas = \[0\.2\]"
-    ):  # asked because of the answer
+    # Another alpha because of the answer is another question.
+    with pytest.raises(RunMismatch, match=r"spent.*alphas = \[0\.2\]"):
         calibrated(tmp_path, store, alpha="0.5")
-    bundle, found, _ = published(tmp_path, store, publish_closed=True)
-    assert (found.closed, "nothing is answered" in found.statement) == (True, True)
-    assert all(report.verdict.flagged for report in served(bundle, planted_rows(20)))
+    bundle, promise, _ = published(tmp_path, store, publish_closed=True)
+    assert (promise.closed, "nothing is answered" in promise.statement) == (True, True)
+    assert answered_of(bundle, planted_rows(20)) == []
 
 
 def test_the_rows_still_wanted_are_named(tmp_path: Path, store: Store) -> None:
-    rows = [row for row in planted_rows(120, seed=5, per_group=1) if row["label"]][:30]
+    rows = [row for row in new_rows_of(120, per_group=1) if row["label"]][:30]
+    rows[:4] = [row | {"label": 0} for row in rows[:4]]
     with pytest.raises(NoThreshold, match=r"\d+ more answering groups are wanted, about \d+ rows"):
-        calibrated(tmp_path, store, [row | {"label": 0} for row in rows[:4]] + rows[4:])
+        calibrated(tmp_path, store, rows)
     with pytest.raises(TrainingError, match="10 groups.*less than 14 answering ones"):
-        calibrated(tmp_path, store, planted_rows(20, seed=5), Never)
+        calibrated(tmp_path, store, new_rows_of(20), Never)
 
 
 def test_several_alphas_share_delta_and_the_first_that_qualifies_is_served(
     tmp_path: Path, store: Store
 ) -> None:
-    _, found, record = published(tmp_path, store, alpha="0.03,0.2,0.4", delta=0.09)
-    assert found.alpha == 0.2
-    tests = record["promises"]
-    assert [(one["alpha"], round(one["delta"], 9)) for one in tests] == [
-        (0.03, 0.03),
-        (0.2, 0.03),
-        (0.4, 0.03),
-    ]
-    assert tests[0]["threshold"] is None
-    assert tests[2]["threshold"] > found.threshold
+    _, promise, record = published(tmp_path, store, alpha="0.03,0.2,0.4", delta=0.09)
+    assert promise.alpha == 0.2
+    first, _, loose = promises = record["promises"]
+    assert [test["alpha"] for test in promises] == [0.03, 0.2, 0.4]
+    assert [test["delta"] for test in promises] == pytest.approx([0.03] * 3)
+    assert first["threshold"] is None
+    assert loose["threshold"] > promise.threshold
 
 
 def test_a_dry_run_says_what_would_be_tested_and_spends_nothing(
@@ -316,62 +309,51 @@ class Counting(PlantedEngine):
 
 def in_messages(rows: Rows, passages: int = 0) -> Rows:
     """The rows, the first of which have a passage beside their question."""
-    return [
-        row | {"prompt": f"Context: it is so.\n{row['prompt']}"} if place < passages else row
-        for place, row in enumerate(rows)
-    ]
+    for row in rows[:passages]:
+        row["prompt"] = f"Context: it is so.\n{row['prompt']}"
+    return rows
 
 
-def listed(
-    folder: Path, store: Store, rows: Rows, engine: Any = PlantedEngine, **changes: Any
-) -> list[dict[str, Any]]:
-    data = write_rows(folder / "calibration.jsonl", rows)
-    given: dict[str, Any] = {
-        "data": (str(data),),
-        "run_dir": folder / "run",
-        "alpha": "0.2",
-    } | changes
-    options = GuaranteeOptions(**given)
-    return rows_to_label(store.load("planted"), options, engine, store, console=Quiet())
+def listed(folder: Path, store: Store, rows: Rows) -> Rows:
+    """The rows that want a label."""
+    options = guarantee_options(folder, rows)
+    return rows_to_label(store.load("planted"), options, PlantedEngine, store, console=Quiet())
 
 
-def test_only_rows_below_the_loosest_threshold_want_a_label(tmp_path: Path, store: Store) -> None:
-    rows = planted_rows(400, seed=5)
+def test_only_rows_below_the_loosest_threshold_want_a_label(
+    tmp_path: Path, store: Store, trained: Bundle
+) -> None:
+    rows = new_rows_of()
     bare = without(rows, "label")
     wanted = listed(tmp_path, store, bare)
     lines = {row["line"] for row in wanted}
     assert 100 < len(lines) < 300
-    assert [
-        row for row in wanted if row.keys() - {"line", "id", "prompt", "messages"}
-    ] == []  # above all no risk
-    assert all(rows[row["line"] - 1]["id"] == row["id"] for row in wanted)
-    assert not list((tmp_path / "run").rglob("question.json")), "nothing was spent"
+    for row in wanted:
+        assert row.keys() <= {"line", "id", "prompt", "messages"}  # above all no risk
+        assert rows[row["line"] - 1]["id"] == row["id"]
+    assert not spent(tmp_path)
     some = [rows[line - 1] if line in lines else bare[line - 1] for line in range(1, 401)]
-    bundle, found, record = published(tmp_path, store, some)
+    bundle, promise, record = published(tmp_path, store, some)
     (every := tmp_path / "every").mkdir()
-    (every / "store").mkdir()
-    whole, of_all, _ = published(every, store_of(store.load("planted:1"), every / "store"), rows)
-    assert (found.threshold, found.groups, found.answered) == (
-        of_all.threshold,
-        of_all.groups,
-        of_all.answered,
-    )
+    whole, of_all, _ = published(every, store_of(trained, every), rows)
+    for field in ("threshold", "groups", "answered"):
+        assert getattr(promise, field) == getattr(of_all, field)
     assert record["data"]["labelled"] == len(lines)
-    assert f"400 rows were scored, and {len(lines)} labelled" in found.statement
-    assert "conformal" not in found.statement
-    assert found.risk_control_threshold is None
+    assert f"400 rows were scored, and {len(lines)} labelled" in promise.statement
+    assert "conformal" not in promise.statement
+    assert promise.risk_control_threshold is None
     assert bundle.manifest.threshold == whole.manifest.threshold
 
 
 def test_a_row_that_wants_a_label_and_has_none_is_named_and_nothing_is_spent(
     tmp_path: Path, store: Store
 ) -> None:
-    rows = planted_rows(400, seed=5)
+    rows = new_rows_of()
     line = listed(tmp_path, store, rows)[3]["line"]
     del rows[line - 1]["label"]
     with pytest.raises(DataError, match=f"line {line}: 'label' is missing: .*--dry-run"):
         calibrated(tmp_path, store, rows)
-    assert not list((tmp_path / "run").rglob("question.json"))
+    assert not spent(tmp_path)
     rows[line - 1]["label"] = "perhaps"
     with pytest.raises(DataError, match=f"line {line}: 'label' must be"):
         calibrated(tmp_path, store, rows, Never)
@@ -381,96 +363,79 @@ def test_rows_below_the_loosest_threshold_are_answered_and_judged_as_the_bundle_
     tmp_path: Path,
 ) -> None:
     run(tmp_path / "a", labels="generate", evaluate=False)
-    store, rows = Store(tmp_path / "a" / "store"), planted_rows(400, seed=5)
+    store, rows = Store(tmp_path / "a" / "store"), new_rows_of()
     wanted = {row["prompt"] for row in listed(tmp_path, store, rows)}
     Counting.answered = []
-    _, found, record = published(tmp_path, store, rows, engine=Counting)
-    assert (
-        len(Counting.answered)
-        == len(wanted)
-        == record["data"]["labelled"] + record["data"]["left_out"]
-        < 300
-    )
+    _, promise, record = published(tmp_path, store, rows, engine=Counting)
+    data = record["data"]
+    assert len(Counting.answered) == len(wanted) == data["labelled"] + data["left_out"] < 300
     asked = re.compile("|".join(map(re.escape, wanted)))
     assert all(map(asked.search, Counting.answered))
-    assert 0 < found.rows == 400 - record["data"]["left_out"] < 400
-    assert (found.labels, found.judge) == ("generate", "contains")
-    assert "greedy with up to 48 tokens" in found.statement
+    assert 0 < promise.rows == 400 - data["left_out"] < 400
+    assert (promise.labels, promise.judge) == ("generate", "contains")
+    assert "greedy with up to 48 tokens" in promise.statement
 
 
 def test_two_strata_have_thresholds_of_their_own(tmp_path: Path, store: Store) -> None:
     """Of questions with a passage half are answered wrong, whatever their risk: these are withheld,
     the others not."""
-    rows = in_messages(planted_rows(600, seed=5), 300)
-    rows = [
-        row | {"label": place % 4 // 2} if place < 300 else row for place, row in enumerate(rows)
-    ]
-    bundle, found, record = published(tmp_path, store, rows)
-    strata = {one.passage: one for one in bundle.manifest.guarantee_strata or ()}
-    assert strata.keys() == {False, True}
-    assert {one.delta for one in strata.values()} == {found.delta / 2}
-    assert (strata[True].threshold, strata[True].answered, found.threshold) == (0.0, 0.0, 0.0)
-    assert strata[False].threshold > 0.1
-    assert [one.rows for one in strata.values()] == [300, 300]
-    assert {(one["passage"], one["threshold"]) for one in record["promises"]} == {
-        (False, strata[False].threshold),
+    rows = in_messages(new_rows_of(600), 300)
+    for number, row in enumerate(rows[:300]):
+        row["label"] = number % 4 // 2
+    bundle, promise, record = published(tmp_path, store, rows)
+    alone, beside = strata = bundle.manifest.guarantee_strata or ()
+    assert [stratum.passage for stratum in strata] == [False, True]
+    assert {stratum.delta for stratum in strata} == {promise.delta / 2}
+    assert (beside.threshold, beside.answered, promise.threshold) == (0.0, 0.0, 0.0)
+    assert alone.threshold > 0.1
+    assert [stratum.rows for stratum in strata] == [300, 300]
+    assert {(test["passage"], test["threshold"]) for test in record["promises"]} == {
+        (False, alone.threshold),
         (True, None),
     }
-    reports = served(bundle, rows)
-    assert all(report.verdict.flagged for report in reports[:300])
-    given = [
-        row
-        for row, report in zip(rows[300:], reports[300:], strict=True)
-        if not report.verdict.flagged
-    ]
-    assert len(given) / 300 == strata[False].answered == 2 * found.answered
-    assert {report.verdict.threshold for report in reports} == {0.0, strata[False].threshold}
+    answered = answered_of(bundle, rows)
+    assert all(row in rows[300:] for row in answered)
+    assert len(answered) / 300 == alone.answered == 2 * promise.answered
+    thresholds = {report.verdict.threshold for report in served(bundle, rows)}
+    assert thresholds == {0.0, alone.threshold}
+    # Token ids alone are held to the stricter one.
     scorer = Scorer(PlantedEngine(), bundle)
-    (unknown,) = scorer.score(
-        [scorer.render(rows[-1]["prompt"])]
-    )  # token ids alone: held to the stricter one
+    (unknown,) = scorer.score([scorer.render(rows[-1]["prompt"])])
     assert unknown.verdict.flagged
-    words = (
+    for words in (
         "Of questions with a passage beside them none is answered",
-        f"risk below {strata[False].threshold:g}",
+        f"risk below {alone.threshold:g}",
         "confidence 0.975",
         "Both hold together with confidence 0.95",
         "0% of the answered rows had a passage",
-        (
-            f"without a passage, {sum(1 - row['label'] for row in given)} of {len(given)} answered"
-            " rows were hallucinated"
-        ),
-    )
-    for said in words:
-        assert said in found.statement
+        f"without a passage, {wrong_of(answered)} of {len(answered)} answered rows were",
+    ):
+        assert words in promise.statement
     assert "questions with a passage beside them | no threshold qualified" in bundle.card()
 
 
 def test_a_stratum_with_too_few_groups_is_closed_and_takes_no_part_of_delta(
     tmp_path: Path, store: Store
 ) -> None:
-    rows = in_messages(planted_rows(400, seed=5), 10)
-    bundle, found, _ = published(tmp_path, store, rows)
+    rows = in_messages(new_rows_of(), 10)
+    bundle, promise, _ = published(tmp_path, store, rows)
     alone, beside = bundle.manifest.guarantee_strata or ()
-    assert (alone.passage, alone.delta, beside.passage) == (False, found.delta, True)
+    assert (alone.passage, alone.delta, beside.passage) == (False, promise.delta, True)
     assert (beside.threshold, beside.groups, beside.labelled, beside.rows) == (0.0, 0, 0, 10)
     assert alone.threshold > 0
-    assert all(report.verdict.flagged for report in served(bundle, rows[:10]))
+    assert answered_of(bundle, rows[:10]) == []
 
 
 def test_training_records_where_the_thresholds_of_each_stratum_begin(tmp_path: Path) -> None:
     bundle, _ = run(tmp_path, rows=in_messages(planted_rows(480), 240), evaluate=False)
-    kept = bundle.evaluation()["out_of_fold"]
-    assert {name: gate["total"] for name, gate in kept["gates_by_passage"].items()} == {
-        "true": 120,
-        "false": 120,
-    }
-    data = write_rows(tmp_path / "new.jsonl", in_messages(planted_rows(600, seed=5), 300))
-    options = GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "more", alpha="0.2")
-    made = plan(bundle, options, Store(tmp_path / "store"))
-    for stratum in made.strata:
-        own = kept["gates_by_passage"][str(stratum.passage).lower()]
-        assert set(made.sequence(stratum, 0.2)) <= set(own["thresholds"])
+    gates = bundle.evaluation()["out_of_fold"]["gates_by_passage"]
+    assert {name: gate["total"] for name, gate in gates.items()} == {"true": 120, "false": 120}
+    (folder := tmp_path / "more").mkdir()
+    options = guarantee_options(folder, in_messages(new_rows_of(600), 300))
+    planned = plan(bundle, options, Store(tmp_path / "store"))
+    for stratum in planned.strata:
+        recorded = gates[str(stratum.passage).lower()]["thresholds"]
+        assert set(planned.sequence(stratum, 0.2)) <= set(recorded)
 
 
 def test_an_older_bundle_needs_its_own_rows_and_gives_up_a_part_of_the_new_ones(
@@ -480,30 +445,28 @@ def test_an_older_bundle_needs_its_own_rows_and_gives_up_a_part_of_the_new_ones(
     bundle = store.load("planted:1")
     evaluation = bundle.evaluation()
     del evaluation["rows_seen"], evaluation["out_of_fold"]["gates"]
-    manifest = dataclasses.replace(bundle.manifest, name="older")
-    store.publish(BundleDraft(manifest, bundle.probes, bundle.golden, evaluation, bundle.card()))
+    republished(store, bundle, evaluation, name="older")
     train = str(write_rows(tmp_path / "a.jsonl", planted_rows(240)))
     test = str(write_rows(tmp_path / "b.jsonl", planted_rows(80, seed=3)))
+    older: Options = {"bundle": "older", "trained_on": (train, test)}
     for named, missing in ((test, "training"), (train, "held-out")):
         with pytest.raises(TrainingError, match=f"{missing} file.*--trained-on"):
-            calibrated(tmp_path, store, engine=Never, bundle="older", trained_on=(named,))
-    with pytest.raises(
-        DataError, match=r"line 1 and 239 more lines: its prompt is among .*a\.jsonl"
-    ):
-        calibrated(
-            tmp_path, store, planted_rows(400), Never, bundle="older", trained_on=(train, test)
-        )
-    rows = planted_rows(400, seed=5)
-    _, found, record = published(tmp_path, store, rows, bundle="older", trained_on=(train, test))
-    assert (found.all_groups, record["thresholds_from"]) == (150, "one group of 4")
+            calibrated(tmp_path, store, engine=Never, **older | {"trained_on": (named,)})
+    seen = r"line 1 and 239 more lines: its prompt is among .*a\.jsonl"
+    with pytest.raises(DataError, match=seen):
+        calibrated(tmp_path, store, planted_rows(400), Never, **older)
+    _, promise, record = published(tmp_path, store, new_rows_of(), **older)
+    assert (promise.all_groups, record["thresholds_from"]) == (150, "one group of 4")
 
 
 def test_rows_that_ask_for_no_fact_are_no_calibration(tmp_path: Path, store: Store) -> None:
-    rows = [*planted_rows(400, seed=5), {"id": "poem", "prompt": "Write a poem.", "applies": False}]
-    with pytest.raises(DataError, match='line 401: "applies" is false'):
-        calibrated(tmp_path, store, rows, Never)
-    with pytest.raises(DataError, match='line 401: "applies" is false'):
-        run(tmp_path / "a", calibration=rows)
+    rows = [*new_rows_of(), {"id": "poem", "prompt": "Write a poem.", "applies": False}]
+    for work in (
+        lambda: calibrated(tmp_path, store, rows, Never),
+        lambda: run(tmp_path / "a", calibration=rows),
+    ):
+        with pytest.raises(DataError, match='line 401: "applies" is false'):
+            work()
     assert not (tmp_path / "a" / "run").exists()  # said before a model is loaded
 
 
@@ -515,13 +478,10 @@ def test_a_bundle_of_a_read_only_store_needs_a_name(tmp_path: Path, store: Store
 
 
 def test_training_ends_with_a_calibration(tmp_path: Path) -> None:
-    quick: dict[str, Any] = {
-        "evaluate": False,
-        "calibration": planted_rows(400, seed=5),
-        "alpha": "0.25",
-    }
+    quick: Options = {"evaluate": False, "calibration": new_rows_of(), "alpha": "0.25"}
     bundle, console = run(tmp_path, **quick)
-    assert (bundle.reference, bundle.manifest.guarantee is None) == ("planted:2", False)
+    assert bundle.reference == "planted:2"
+    assert bundle.manifest.guarantee is not None
     assert sum(line.startswith("published") for line in console.lines) == 2
     assert run(tmp_path, **quick)[0].reference == "planted:2"
     with pytest.raises(DataError, match="its prompt is also"):
@@ -531,20 +491,13 @@ def test_training_ends_with_a_calibration(tmp_path: Path) -> None:
 def test_a_plan_reads_no_label(tmp_path: Path, store: Store) -> None:
     """What is decided before the test, the thresholds above all, is the same whatever the labels
     are."""
-    plans = set()
-    for value in (0, 1):
-        data = write_rows(
-            tmp_path / f"{value}.jsonl",
-            [row | {"label": value} for row in planted_rows(400, seed=5)],
-        )
-        made = plan(
-            store.load("planted"),
-            GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "run"),
-            store,
-        )
-        assert made.gates is not None
-        plans.add(json.dumps([made.groups, dataclasses.asdict(made.gates)]))
-    assert len(plans) == 1
+    plans = []
+    for label in (0, 1):
+        rows = [row | {"label": label} for row in new_rows_of()]
+        planned = plan(store.load("planted"), guarantee_options(tmp_path, rows), store)
+        assert planned.gates is not None
+        plans.append((planned.groups, planned.gates))
+    assert plans[0] == plans[1]
 
 
 # Paraphrases without a group: labels drawn by a coin stay without signal, and the guarantee counts
@@ -587,23 +540,25 @@ def test_coin_labels_of_paraphrases_have_no_signal(
 
 
 def test_training_and_guarantee_count_paraphrases_once(tmp_path: Path) -> None:
-    new = copied(planted_rows(200, seed=5), 3)
     bundle, console = run(
-        tmp_path, rows=copied(planted_rows(80), 3), evaluate=False, calibration=new, alpha="0.2"
+        tmp_path,
+        rows=copied(planted_rows(80), 3),
+        evaluate=False,
+        calibration=copied(new_rows_of(200), 3),
+        alpha="0.2",
     )
-    found = bundle.manifest.guarantee
-    assert found is not None
-    assert (bundle.manifest.training.groups, found.rows, found.all_groups) == (80, 600, 200)
+    promise = bundle.manifest.guarantee
+    assert promise is not None
+    assert (bundle.manifest.training.groups, promise.rows, promise.all_groups) == (80, 600, 200)
     assert sum("ask the same as another one in other words" in line for line in console.lines) == 2
 
 
 def test_paraphrases_of_training_rows_are_refused(tmp_path: Path) -> None:
     run(tmp_path, rows=copied(planted_rows(80), 1), evaluate=False)
-    store, rows = Store(tmp_path / "store"), copied(planted_rows(200, seed=5), 1)
+    store, rows = Store(tmp_path / "store"), copied(new_rows_of(200), 1)
     rows[3]["prompt"] = COPIES[2].format(planted_rows(80)[7]["prompt"].upper())
-    with pytest.raises(
-        DataError, match="line 4: it asks in other words what is among the training rows of planted"
-    ):
+    seen = "line 4: it asks in other words what is among the training rows of planted"
+    with pytest.raises(DataError, match=seen):
         calibrated(tmp_path, store, rows, Never)
     rows[3]["group"] = "another"  # whoever names a group says that it is another one
     assert calibrated(tmp_path, store, rows, dry_run=True)[0] is None

@@ -10,18 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from probes_store.bundle import Bundle, BundleDraft
+from probes_store.bundle import Bundle
+from probes_store.records import Guarantee
 from probes_store.store import Store
 from service.errors import DataError, RunMismatch, TrainingError
 from service.trainer.guarantee import guarantee, plan
-from service.trainer.options import GuaranteeOptions, RecalibrateOptions
+from service.trainer.options import RecalibrateOptions
 from service.trainer.recalibrate import recalibrate
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
+from tests.kit.rows import Options, Row, Rows
+from tests.kit.tables import lines
 from tests.trainer.made import (
     Never,
-    Rows,
     check_answer_kept,
+    guarantee_options,
     no_picture_of_the_change,
+    options_on,
+    republished,
+    section,
     served,
     with_answer,
 )
@@ -40,17 +46,16 @@ def recalibrated(
     rows: Rows | None = None,
     engine: type[PlantedEngine] = PlantedEngine,
     *,
+    bundle: str = "planted",
     pictures: bool = False,
     **changes: Any,
 ) -> tuple[Bundle | None, Quiet]:
-    data = write_rows(folder / "labelled.jsonl", rare(150, 5) if rows is None else rows)
     if isinstance(changes.get("traffic"), list):
         changes["traffic"] = write_rows(folder / "traffic.jsonl", changes["traffic"])
-    given: dict[str, Any] = {"data": (str(data),), "run_dir": folder / "run"} | changes
-    bundle = store.load(given.pop("bundle", "planted"))
-    console, options = Quiet(), RecalibrateOptions(**given)
+    rows = rare(150, 5) if rows is None else rows
+    console, options = Quiet(), options_on(RecalibrateOptions, folder, rows, **changes)
     with nullcontext() if pictures else no_picture_of_the_change():
-        return recalibrate(bundle, options, engine, store, console=console), console
+        return recalibrate(store.load(bundle), options, engine, store, console=console), console
 
 
 def published(
@@ -70,9 +75,8 @@ def unlabelled(rows: Rows) -> Rows:
 def scored(bundle: Bundle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Risks and whether they were flagged, as served."""
     reports = served(bundle, rows)
-    return np.array([report.risk for report in reports]), np.array(
-        [report.verdict.flagged for report in reports]
-    )
+    flagged = [report.verdict.flagged for report in reports]
+    return np.array([report.risk for report in reports]), np.array(flagged)
 
 
 def check_served(before: Bundle, after: Bundle) -> None:
@@ -84,12 +88,11 @@ def check_served(before: Bundle, after: Bundle) -> None:
     np.testing.assert_allclose(new, manifest.recalibration(old), rtol=1e-9)
     np.testing.assert_array_equal(flagged, still)
     assert 0 < flagged.mean() < 1
-    loss = [float(-np.log(np.where(wrong, risk, 1 - risk)).mean()) for risk in (old, new)]
+    loss = [-np.log(np.where(wrong, risk, 1 - risk)).mean() for risk in (old, new)]
     assert loss[1] < loss[0] - 0.02
     assert new.mean() == pytest.approx(0.9, abs=0.06)  # training's 400 rows are no more exact
-    assert manifest.threshold == pytest.approx(
-        float(manifest.recalibration(before.manifest.threshold))
-    )
+    moved = manifest.recalibration(before.manifest.threshold)
+    assert manifest.threshold == pytest.approx(float(moved))
 
 
 def test_the_served_risk_is_recalibrated_and_the_decisions_stay(
@@ -98,9 +101,7 @@ def test_the_served_risk_is_recalibrated_and_the_decisions_stay(
     bundle, _ = published(tmp_path, store)
     assert (bundle.reference, bundle.manifest.format_version) == ("planted:2", 1)
     check_served(trained, bundle)
-    assert (bundle.path / "probes.safetensors").read_bytes() == (
-        trained.path / "probes.safetensors"
-    ).read_bytes()
+    assert bundle.files()["probes.safetensors"] == trained.files()["probes.safetensors"]
     assert bundle.manifest.classifier == trained.manifest.classifier
 
 
@@ -110,37 +111,42 @@ def test_an_answer_probe_comes_along_as_it_is(
     before = with_answer(trained, store)
     after, _ = published(tmp_path, store)
     check_answer_kept(before, after)
-    assert (
-        after.golden.risk != before.golden.risk
-    ).all()  # the risk before the answer is another one
+    # The risk before the answer is another one.
+    assert (after.golden.risk != before.golden.risk).all()
+
+
+PRINTED = lines(
+    """
+    | **
+    labelled rows: 90.0% [
+    traffic alone:
+    calibration error, debiased
+    distance 0.
+    """
+)
 
 
 def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
-    given: dict[str, Any] = {"traffic": unlabelled(rare(600, 7)), "pictures": True}
-    bundle, console = recalibrated(tmp_path, store, **given)
+    options: Options = {"traffic": unlabelled(rare(600, 7)), "pictures": True}
+    bundle, console = recalibrated(tmp_path, store, **options)
     assert bundle is not None
     (record,) = bundle.evaluation()["recalibrations"]
-    chosen = record["candidates"][record["chosen"]]
+    candidates, traffic = record["candidates"], record["traffic"]
+    chosen = candidates[record["chosen"]]
     assert (record["from"], record["had_guarantee"]) == ("planted:1", False)
     assert record["prior"] == pytest.approx(0.4, abs=0.1)
-    assert set(record["candidates"]) >= {"identity", "prior_shift", "intercept"}
+    assert set(candidates) >= {"identity", "prior_shift", "intercept"}
     assert chosen["gain"]["low"] > 0
-    assert chosen["log_loss"]["mean"] < record["candidates"]["identity"]["log_loss"]["mean"]
-    for share in (record["traffic"]["share"], record["traffic"]["share_with_labels"]):
+    assert chosen["log_loss"]["mean"] < candidates["identity"]["log_loss"]["mean"]
+    for share in (traffic["share"], traffic["share_with_labels"]):
         assert share["low"] < share["value"] < share["high"]
         assert share["value"] == pytest.approx(0.9, abs=0.06)
-    assert record["traffic"]["explained"]
+    assert traffic["explained"]
     printed, card = "\n".join(console.lines), bundle.card()
-    for text in (
-        "| **",
-        "labelled rows: 90.0% [",
-        "traffic alone: ",
-        "calibration error, debiased",
-        "distance 0.",
-    ):
+    for text in PRINTED:
         assert text in printed
     assert card.count("## Recalibration\n") == 1
-    section = card[card.index("## Recalibration\n") : card.index("## Limits\n")]
+    assert card.index("## Recalibration\n") < card.index("## Limits\n")
     for text in (
         "planted:1",
         f"{chosen['log_loss']['mean']:.4f}",
@@ -149,10 +155,10 @@ def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
         f"{bundle.manifest.threshold:.4f} after",
         "the risk as it is",
     ):
-        assert text in section
-    picture = (bundle.path / "plots" / "recalibration.png").read_bytes()
+        assert text in section(bundle, "Recalibration")
+    picture = bundle.files()["plots/recalibration.png"]
     assert (picture[:4], len(picture) < 60_000) == (b"\x89PNG", True)
-    again, _ = published(tmp_path, store, bundle="planted:1", **given)
+    again, _ = published(tmp_path, store, bundle="planted:1", **options)
     assert again.manifest.digest == bundle.manifest.digest
 
 
@@ -160,20 +166,18 @@ def test_traffic_of_risks_and_of_prompts_is_the_same(
     tmp_path: Path, store: Store, trained: Bundle
 ) -> None:
     rows = rare(200, 7)
+    scores, prompts = scored(trained, rows)[0], unlabelled(rows)
     digest = {"name": "planted", "version": 1, "digest": trained.manifest.digest}
     risks = [
-        {"risk": float(risk), "bundle": digest} | row
-        for risk, row in zip(scored(trained, rows)[0], unlabelled(rows), strict=True)
+        row | {"risk": float(risk), "bundle": digest}
+        for risk, row in zip(scores, prompts, strict=True)
     ]
-    found = []
-    for name, traffic in (("a", unlabelled(rows)), ("b", risks)):
-        (tmp_path / name).mkdir()
-        found.append(
-            published(tmp_path / name, store, bundle="planted:1", traffic=traffic)[1]["traffic"][
-                "share"
-            ]
-        )
-    assert found[0] == pytest.approx(found[1], abs=1e-5)
+    shares = []
+    for name, traffic in (("a", prompts), ("b", risks)):
+        (folder := tmp_path / name).mkdir()
+        _, record = published(folder, store, bundle="planted:1", traffic=traffic)
+        shares.append(record["traffic"]["share"])
+    assert shares[0] == pytest.approx(shares[1], abs=1e-5)
 
 
 def test_labelled_rows_in_the_traffic_count_once(tmp_path: Path, store: Store) -> None:
@@ -185,53 +189,46 @@ def test_labelled_rows_in_the_traffic_count_once(tmp_path: Path, store: Store) -
 
 
 def test_another_shift_is_refused_before_a_label_is_looked_at(tmp_path: Path, store: Store) -> None:
-    plain = [
-        {"prompt": f"unheard {n} {'y' * (n % 7)}"} for n in range(400)
-    ]  # neither known nor hidden
-    with pytest.raises(
-        TrainingError, match="prior shift alone does not explain the traffic.*--allow-other-shift"
-    ):
+    # Neither known nor hidden.
+    plain = [{"prompt": f"unheard {n} {'y' * (n % 7)}"} for n in range(400)]
+    unexplained = "prior shift alone does not explain the traffic.*--allow-other-shift"
+    with pytest.raises(TrainingError, match=unexplained):
         recalibrated(tmp_path, store, traffic=plain)
     assert not list((tmp_path / "run").rglob("question.json"))
     assert store.load("planted").reference == "planted:1"
     bundle, console = recalibrated(tmp_path, store, traffic=plain, allow_other_shift=True)
     assert "; going on because of --allow-other-shift" in "\n".join(console.lines)
-    assert (
-        bundle is None
-        or "**Prior shift does not explain the traffic: someone insisted**" in bundle.card()
-    )
+    insisted = "**Prior shift does not explain the traffic: someone insisted**"
+    assert bundle is None or insisted in bundle.card()
 
 
 def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Store) -> None:
-    bundle, console = recalibrated(tmp_path, store, planted_rows(300, seed=11, per_group=1))
+    rows = planted_rows(300, seed=11, per_group=1)
+    bundle, console = recalibrated(tmp_path, store, rows)
     assert bundle is None
     printed = "\n".join(console.lines)
     assert "nothing was published" in printed
     assert "**the risk as it is**" in printed
     assert store.load("planted").reference == "planted:1"
-    options = GuaranteeOptions(
-        data=(str(tmp_path / "labelled.jsonl"),), run_dir=tmp_path / "run", alpha="0.3"
-    )
+    options = guarantee_options(tmp_path, rows, alpha="0.3")
     with pytest.raises(RunMismatch, match="recalibrated"):  # the labels were looked at
         guarantee(store.load("planted"), options, PlantedEngine, store, console=Quiet())
 
 
+SEEN = planted_rows(40)[4]["prompt"]
+
+
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("row", "problem"),
     [
-        (
-            {"prompt": planted_rows(40)[4]["prompt"]},
-            "line 8: its prompt is among the training rows",
-        ),
+        ({"prompt": SEEN, "label": 1}, "line 8: its prompt is among the training rows"),
         ({"prompt": "Write a poem.", "applies": False}, 'line 8: "applies" is false'),
     ],
 )
-def test_seen_and_unfit_rows(
-    tmp_path: Path, store: Store, change: dict[str, Any], match: str
-) -> None:
+def test_seen_and_unfit_rows(tmp_path: Path, store: Store, row: Row, problem: str) -> None:
     rows = rare(150, 5)
-    rows[7] = change if "applies" in change else rows[7] | change
-    with pytest.raises(DataError, match=match):
+    rows[7] = row
+    with pytest.raises(DataError, match=problem):
         recalibrated(tmp_path, store, rows, Never)
 
 
@@ -247,9 +244,7 @@ def test_rows_that_were_spent_here_cannot_be_calibrated_on_nor_the_version_again
     tmp_path: Path, store: Store
 ) -> None:
     published(tmp_path, store)
-    options = GuaranteeOptions(
-        data=(str(tmp_path / "labelled.jsonl"),), alpha="0.3", run_dir=tmp_path / "other"
-    )
+    options = guarantee_options(tmp_path, rare(150, 5), run_dir=tmp_path / "other", alpha="0.3")
     for bundle in ("planted:1", "planted:2"):
         with pytest.raises(DataError, match=r"the recalibration of planted:2 has spent"):
             plan(store.load(bundle), options, store)
@@ -260,31 +255,27 @@ def test_rows_that_were_spent_here_cannot_be_calibrated_on_nor_the_version_again
 def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(
     tmp_path: Path, store: Store
 ) -> None:
-    def guaranteed(seed: int) -> Bundle:
-        data = write_rows(tmp_path / f"{seed}.jsonl", planted_rows(400, seed=seed))
-        options = GuaranteeOptions(data=(str(data),), run_dir=tmp_path / f"run-{seed}", alpha="0.2")
-        found = guarantee(store.load("planted"), options, PlantedEngine, store, console=Quiet())
-        assert found is not None
-        assert found.manifest.guarantee is not None
-        return found
+    def guaranteed(seed: int) -> tuple[Bundle, Guarantee]:
+        options = guarantee_options(tmp_path / str(seed), planted_rows(400, seed=seed))
+        bundle = guarantee(store.load("planted"), options, PlantedEngine, store, console=Quiet())
+        assert bundle is not None
+        assert bundle.manifest.guarantee is not None
+        return bundle, bundle.manifest.guarantee
 
-    first = guaranteed(21)
+    first, lost = guaranteed(21)
     bundle, console = recalibrated(tmp_path, store)
     assert bundle is not None
-    moved = bundle.manifest.recalibration
-    lost = first.manifest.guarantee
-    card = bundle.card()
+    moved, card = bundle.manifest.recalibration, bundle.card()
     assert moved is not None
-    assert lost is not None
     assert bundle.manifest.guarantee is None
     assert sum("guarantee" in line for line in console.lines) == 2
     assert "## Guarantee" not in card
     assert lost.statement not in card
     assert "guarantee of planted:2 was not carried over" in card
     assert bundle.manifest.threshold == pytest.approx(float(moved(first.manifest.threshold)))
-    again = guaranteed(22)
+    again, _ = guaranteed(22)
     assert again.manifest.recalibration == moved
-    before, after = (one.evaluation()["out_of_fold"]["gates"] for one in (first, again))
+    before, after = (b.evaluation()["out_of_fold"]["gates"] for b in (first, again))
     assert after["groups"] == before["groups"]
     for old, new in zip(before["thresholds"], after["thresholds"], strict=True):
         assert new == (1.0 if old == 1 else pytest.approx(float(moved(old))))
@@ -296,19 +287,17 @@ def test_the_threshold_may_stay_where_it_is(tmp_path: Path, store: Store, traine
     """A wrong answer costs what it did: on a risk that follows the traffic the same number is
     right."""
     bundle, record = published(tmp_path, store, threshold_rule="keep")
-    fresh = rare(300, 9)
     assert bundle.manifest.threshold == trained.manifest.threshold == 0.5
-    assert (
-        scored(bundle, fresh)[1].mean() > scored(trained, fresh)[1].mean()
-    )  # more risks lie above the same number
+    # More risks lie above the same number.
+    after, before = (scored(b, rare(300, 9))[1].mean() for b in (bundle, trained))
+    assert after > before
     assert record["thresholds"] == {"rule": "keep", "before": 0.5, "after": 0.5}
     assert "0.5000 before, 0.5000 after: the same number, other decisions" in bundle.card()
 
 
 def test_a_dry_run_loads_no_model_and_writes_nothing(tmp_path: Path, store: Store) -> None:
-    bundle, console = recalibrated(
-        tmp_path, store, engine=Never, dry_run=True, traffic=unlabelled(rare(50, 7))
-    )
+    traffic = unlabelled(rare(50, 7))
+    bundle, console = recalibrated(tmp_path, store, engine=Never, dry_run=True, traffic=traffic)
     assert bundle is None
     assert "150 labelled rows in 150 groups, new to planted:1" in console.lines[0]
     assert "50 rows of traffic, to be scored" in console.lines[2]
@@ -320,31 +309,21 @@ def test_a_bundle_without_recorded_risks(tmp_path: Path, store: Store, trained: 
     test = str(write_rows(tmp_path / "test.jsonl", planted_rows(80, seed=3)))
     evaluation, traffic = trained.evaluation(), unlabelled(rare(200, 7))
     del evaluation["out_of_fold"]["risks"], evaluation["rows_seen"]
-    store.publish(
-        BundleDraft(
-            trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}
-        )
-    )
+    republished(store, trained, evaluation)
     with pytest.raises(TrainingError, match="name its training file"):
         recalibrated(tmp_path, store, engine=Never)
     bundle, console = recalibrated(tmp_path, store, traffic=traffic, trained_on=(train, test))
     assert bundle is not None
     assert "against the best mixture" in "\n".join(console.lines)
     del evaluation["held_out"]
-    store.publish(
-        BundleDraft(
-            trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}
-        )
-    )
-    given: dict[str, Any] = {"bundle": "planted:4", "trained_on": (train,)}
+    bare = republished(store, trained, evaluation).reference
+    options: Options = {"bundle": bare, "trained_on": (train,)}
     with pytest.raises(TrainingError, match="no risks of its training rows.*--allow-other-shift"):
-        recalibrated(tmp_path, store, engine=Never, traffic=traffic, **given)
-    bundle, console = recalibrated(
-        tmp_path, store, traffic=traffic, allow_other_shift=True, **given
-    )
+        recalibrated(tmp_path, store, engine=Never, traffic=traffic, **options)
+    # Labels alone need no such comparison.
+    assert "traffic" not in published(tmp_path, store, **options)[1]
+    options |= {"traffic": traffic, "allow_other_shift": True}
+    bundle, console = recalibrated(tmp_path, store, **options)
     assert "cannot be tested: going on because of --allow-other-shift" in "\n".join(console.lines)
     assert bundle is not None
     assert "was not tested: someone insisted" in bundle.card()
-    assert (
-        "traffic" not in published(tmp_path, store, **given)[1]
-    )  # labels alone need no such comparison

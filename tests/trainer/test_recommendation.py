@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from service.fitting.folds import outer_folds
-from service.fitting.nested_cv import Evaluation, Inputs
+from service.fitting.nested_cv import Evaluation
 from service.judging.evaluation import recommendation_of
 from service.trainer.cards import recommendation_page
 from service.trainer.recommendation import (
@@ -19,30 +18,18 @@ from service.trainer.recommendation import (
     recommend,
     text_risks,
 )
+from tests.fitting.made import labelled_inputs
 from tests.fitting.planted import planted_rows
+from tests.kit.rows import Document
 from tests.trainer.made import run, section
 
 ROWS, FOLDS = 600, 2
 OWN = "depth_mean_unit_norm"
 
 
-class MadeInputs(Inputs):
-    """Labels, groups and kinds only."""
-
-    def __init__(self, label: np.ndarray, kinds: list[str]) -> None:
-        object.__setattr__(self, "made", label)
-        object.__setattr__(self, "readouts", SimpleNamespace(label=label))
-        object.__setattr__(self, "group", np.arange(len(label)))
-        object.__setattr__(self, "strata", tuple({"kind": kind} for kind in kinds))
-
-    @property
-    def label(self) -> np.ndarray:
-        return self.made  # type: ignore[attr-defined,no-any-return]
-
-
 def made(
     own: dict[str, float], rival: float, *, least: float = 0.0, kinds: tuple[str, ...] = ("a", "b")
-) -> tuple[dict[str, Any], np.ndarray]:
+) -> tuple[Document, np.ndarray]:
     """A recommendation on rows whose own signal has so much of the truth in each kind, and the
     entropy so much of it; the texts tell nothing.  No risk is below ``least``."""
     draw = np.random.default_rng(0)
@@ -57,12 +44,12 @@ def made(
 
     sides = [fold.test for fold in outer_folds(label, np.arange(ROWS), folds=FOLDS, seeds=(0,))]
     risk = {OWN: risks(strength), "first_token_entropy": risks(rival)}
-    tests: dict[str, Any] = {}
+    tests: Document = {}
     for name, values in risk.items():
         tests[name] = [(side, values[side]) for side in sides]
     nested = Evaluation({}, {name: values[None] for name, values in risk.items()}, tests)
     texts = ["the same words"] * ROWS
-    inputs = MadeInputs(label, names)
+    inputs = labelled_inputs(label, np.arange(ROWS), names)
     return recommend(inputs, texts, nested, OWN, folds=FOLDS, seed=0), label
 
 

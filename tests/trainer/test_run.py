@@ -4,6 +4,7 @@ was measured."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,12 +33,25 @@ from service.scoring import Scorer
 from service.trainer import run as trainer_run
 from service.trainer.cards import group_warning
 from service.trainer.guarantee import plan
-from service.trainer.options import GuaranteeOptions, TrainOptions
+from service.trainer.options import TrainOptions
 from service.trainer.publish import golden_rows, model_record, read_risks
 from service.trainer.run import train
 from tests.engines import tiny
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.trainer.made import FAST, FUSED, ONE, Never, contents, killed, run, section, served
+from tests.kit.rows import Options
+from tests.trainer.made import (
+    FAST,
+    FUSED,
+    ONE,
+    Never,
+    contents,
+    guarantee_options,
+    killed,
+    options_on,
+    run,
+    section,
+    served,
+)
 
 NO_SIGNAL = "The interval of the bundle's own AUROC reaches chance"
 LAYER = 2
@@ -105,16 +119,14 @@ def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
 
 def test_the_bundle_serves_what_was_evaluated(trained: Bundle) -> None:
     rows = planted_rows(200, seed=3)
-    label = np.array([row["label"] for row in rows])
-    risk = np.array([one.risk for one in served(trained, rows)])
+    wrong = np.array([1 - row["label"] for row in rows])
+    risk = np.array([report.risk for report in served(trained, rows)])
     held_out = trained.evaluation()["held_out"]["signals"]["bundle"]
-    assert np.mean((label - (1 - risk)) ** 2) == pytest.approx(held_out["brier"], abs=1e-5)
+    assert np.mean((wrong - risk) ** 2) == pytest.approx(held_out["brier"], abs=1e-5)
     golden = trained.golden.risk
-    assert (len(golden), bool(np.all(np.diff(golden) >= 0)), golden[-1] - golden[0] > 0.6) == (
-        8,
-        True,
-        True,
-    )
+    assert len(golden) == 8
+    assert np.all(np.diff(golden) >= 0)
+    assert golden[-1] - golden[0] > 0.6
 
 
 def test_the_card_is_valid_and_tells_neither_the_machine_nor_the_hour(trained: Bundle) -> None:
@@ -125,22 +137,15 @@ def test_the_card_is_valid_and_tells_neither_the_machine_nor_the_hour(trained: B
     held_out = trained.evaluation()["held_out"]["signals"]["bundle"]
     assert metrics[0]["value"] == pytest.approx(held_out["auroc"], abs=1e-4)
     assert [metric["type"] for metric in metrics] == front["metrics"] == ["roc_auc", "brier_score"]
-    for text in (card, document):
-        for never in (
-            "accuracy",
-            "seconds",
-            str(trained.path.parents[2]),
-        ):  # calling every answer wrong may score high
-            assert never not in text.lower()
+    # Calling every answer wrong may score a high accuracy.
+    for never in ("accuracy", "seconds", str(trained.path.parents[2])):
+        assert never not in (card + document).lower()
     assert "`depth_mean` carries this bundle" in card
     assert "| rows | 240" in card
     for name in ("roc", "precision_recall", "reliability", "trajectories", "layers"):
-        data = (trained.path / "plots" / f"{name}.png").read_bytes()
-        assert (f"plots/{name}.png" in card, data[:4], len(data) < 60_000) == (
-            True,
-            b"\x89PNG",
-            True,
-        )
+        picture = trained.files()[f"plots/{name}.png"]
+        assert f"plots/{name}.png" in card
+        assert (picture[:4], len(picture) < 60_000) == (b"\x89PNG", True)
 
 
 @pytest.mark.parametrize(
@@ -229,14 +234,13 @@ def test_how_given_answers_were_decoded_is_told_by_an_option_or_the_rows(
 
 
 def test_options_and_rows_that_differ_are_refused() -> None:
-    for given, said in (
+    for options, problem in (
         ({"answers_decoding": "warm"}, "temperature=T"),
         ({"answers_decoding": "greedy"}, "say sampled at temperature"),
         ({"answers_decoding": "temperature=1", "labels": "generate"}, "belongs to given ones"),
     ):
-        options = TrainOptions(name="a", data=("rows.jsonl",), **given)
-        with pytest.raises(TrainingError, match=said) as refused:
-            options.decoding({WARM})
+        with pytest.raises(TrainingError, match=problem) as refused:
+            TrainOptions(name="a", data=("rows.jsonl",), **options).decoding({WARM})
         assert refused.value.param == "answers_decoding"
     assert TrainOptions(name="a", labels="generate").decoding({None}) == GREEDY
 
@@ -246,14 +250,10 @@ def test_the_manifest_and_the_card_say_how_answers_were_decoded(tmp_path: Path) 
     bundle, _ = run(tmp_path, rows=rows, **ONE)
     assert bundle.manifest.training.decoding == bundle.manifest.decoding == WARM
     assert "the data file's own, of answers that were sampled at temperature 0.7" in bundle.card()
-    store = Store(tmp_path / "store")
-    new = write_rows(
-        tmp_path / "new.jsonl", [row | {"decoding": "greedy"} for row in planted_rows(200, seed=5)]
-    )
-    options = GuaranteeOptions(data=(str(new),), run_dir=tmp_path / "run")
-    with pytest.raises(
-        TrainingError, match="answers that were greedy, and under planted:1 answers are sampled at"
-    ):
+    greedy = [row | {"decoding": "greedy"} for row in planted_rows(200, seed=5)]
+    options, store = guarantee_options(tmp_path, greedy), Store(tmp_path / "store")
+    differ = "answers that were greedy, and under planted:1 answers are sampled at"
+    with pytest.raises(TrainingError, match=differ):
         plan(bundle, options, store)
     with pytest.raises(TrainingError, match="answers_decoding says"):
         run(tmp_path, Never, answers_decoding="greedy", **ONE)
@@ -277,7 +277,7 @@ def test_answers_of_one_class_are_reported(tmp_path: Path) -> None:
 
 
 def test_kill_9_and_resume_give_the_same_bundle(tmp_path: Path) -> None:
-    options: dict[str, Any] = ONE | {
+    options: Options = ONE | {
         "rows": planted_rows(160),
         "labels": "generate",
         "batch_rows": 16,
@@ -309,94 +309,80 @@ def test_the_same_run_twice_publishes_once_and_another_in_its_folder_is_refused(
         run(tmp_path / "a", batch_rows=8, **ONE)
 
 
+FEW_WRONG = [{"prompt": f"q{n}", "label": int(n >= 6)} for n in range(200)]
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "match"),
+    ("change", "error", "problem"),
     [
         ({"rows": [{"id": "a"}]}, DataError, "line 1"),
         *(
             ({"name": name}, TrainingError, "name must be")
             for name in ("../x", "Bad Name", "", "a" * 65)
         ),
-        ({"store": "rows.jsonl/store"}, StoreNotWritable, "rows.jsonl"),
+        ({"store": "new.jsonl/store"}, StoreNotWritable, "new.jsonl"),
         ({"labels": "generate", "judge": "calls"}, DataError, "more lines: the judge 'calls'"),
-        (
-            {
-                "inner_folds": 5,
-                "rows": [
-                    {"id": str(n), "prompt": f"q{n}", "label": int(n >= 6)} for n in range(200)
-                ],
-            },
-            TrainingError,
-            "inner fold",
-        ),
+        ({"inner_folds": 5, "rows": FEW_WRONG}, TrainingError, "inner fold"),
     ],
 )
 def test_refused_before_a_model_is_loaded(
-    tmp_path: Path, change: dict[str, Any], error: type[Exception], match: str
+    tmp_path: Path, change: Options, error: type[Exception], problem: str
 ) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", change.pop("rows", planted_rows(40)))
+    rows = change.pop("rows", planted_rows(40))
     store = Store(tmp_path / change.pop("store", "store"))
-
-    options = TrainOptions(
-        **({"data": (str(data),), "name": "planted", "run_dir": tmp_path / "run"} | change)
-    )
-    with pytest.raises(error, match=match):
+    options = options_on(TrainOptions, tmp_path, rows, **{"name": "planted"} | change)
+    with pytest.raises(error, match=problem):
         train(options, Never, store, console=Quiet())
     assert not (tmp_path / "run").exists()
 
 
-GENERATE = {"labels": "generate"}
+# Values that each field refuses; beside ``labels="generate"`` those of the second part.
+SENSELESS: dict[str, list[Any]] = {
+    "signals": ["entropy"],
+    "folds": [1],
+    "seeds": [(1, 1), (2**32,), "3", 0],
+    "c": [0.0, "auto"],
+    "c_grid": [(), (0.1, -1)],
+    "inner_folds": [1],
+    "labels": ["guess", "sample"],
+    "test": ["rows.jsonl"],
+    "abstain_pattern": ["("],
+    "judge_key": [7],
+    "target": ["wrong", ""],
+    "wrong_costs": [0.0],
+    "answer_pattern": ["It is", "("],
+    "forms": ["mixture"],
+    "alpha": ["", "0.1,0.1", "1.0"],
+    "delta": [0.0, 1.0],
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"signals": "entropy"}, "signals"),
-        ({"folds": 1}, "folds"),
-        ({"seeds": (1, 1)}, "seeds"),
-        ({"seeds": (2**32,)}, "seeds"),
-        ({"seeds": "3"}, "seeds"),
-        ({"seeds": 0}, "seeds"),
-        ({"c": 0.0}, "c"),
-        ({"c": "auto"}, "c"),
-        ({"c_grid": ()}, "c_grid"),
-        ({"c_grid": (0.1, -1)}, "c_grid"),
-        ({"inner_folds": 1}, "inner_folds"),
-        ({"labels": "guess"}, "labels"),
-        ({"test": "rows.jsonl"}, "test"),
-        ({"abstain_pattern": "("}, "abstain_pattern"),
-        (GENERATE | {"judge": "openai"}, "judge"),
-        ({"labels": "sample"}, "labels"),
-        ({"judge_key": 7}, "judge_key"),
-        ({"target": "wrong<=0.2", "wrong_costs": 1.0}, "target"),
-        ({"target": "wrong"}, "target"),
-        ({"target": ""}, "target"),
-        ({"wrong_costs": 0.0}, "wrong_costs"),
-        ({"answer_pattern": "It is"}, "answer_pattern"),
-        ({"answer_pattern": "("}, "answer_pattern"),
-        ({"forms": "mixture"}, "forms"),
-        (GENERATE | {"forms": "chat"}, "forms"),
-        (GENERATE | {"forms": "mixture,lone"}, "forms"),
-        (GENERATE | {"forms": "lone,none"}, "forms"),
-        (GENERATE | {"forms": " ,"}, "forms"),
-        ({"alpha": ""}, "alpha"),
-        ({"alpha": "0.1,0.1"}, "alpha"),
-        ({"alpha": "1.0"}, "alpha"),
-        ({"delta": 0.0}, "delta"),
-        ({"delta": 1.0}, "delta"),
-    ],
-)
-def test_senseless_options_are_refused_by_field(change: dict[str, Any], field: str) -> None:
+SENSELESS_GENERATED: dict[str, list[Any]] = {
+    "judge": ["openai"],
+    "forms": ["chat", "mixture,lone", "lone,none", " ,"],
+}
+
+
+def refused_options() -> Iterator[tuple[str, Options]]:
+    """Fields, and options with a value that the field refuses."""
+    for labels, refused in (("given", SENSELESS), ("generate", SENSELESS_GENERATED)):
+        for field, values in refused.items():
+            for value in values:
+                yield field, {"labels": labels, field: value}
+    yield "target", {"target": "wrong<=0.2", "wrong_costs": 1.0}
+
+
+@pytest.mark.parametrize(("field", "options"), list(refused_options()))
+def test_senseless_options_are_refused_by_field(field: str, options: Options) -> None:
     with pytest.raises(TrainingError, match=field) as caught:
-        TrainOptions(**({"name": "x"} | change)).check()
+        TrainOptions(name="x", **options).check()
     assert caught.value.param == field
     assert "7" not in str(caught.value) or field != "judge_key"  # a secret is not told
 
 
-def test_numbers_of_numpy_and_lists_are_options(tmp_path: Path) -> None:
-    TrainOptions(
-        name="x", folds=np.int64(3), c=np.float64(0.1), c_grid=np.array([0.1, 1.0]), seeds=[0, 1]
-    ).check()  # type: ignore[arg-type]
+def test_numbers_of_numpy_and_lists_are_options() -> None:
+    options: Any = {"folds": np.int64(3), "c": np.float64(0.1), "c_grid": np.array([0.1, 1.0])}
+    TrainOptions(name="x", seeds=[0, 1], **options).check()  # type: ignore[arg-type]
 
 
 # Guards between what is fitted and what is tested, of which each removal would flatter the figures.
@@ -487,12 +473,8 @@ def test_references_are_fitted_on_the_training_rows(
 def test_golden_rows_spread_over_the_risks() -> None:
     risk = np.random.default_rng(0).permutation(100) / 100
     chosen = risk[golden_rows(risk)]
-    assert (len(chosen), chosen[0], chosen[-1], np.diff(chosen).max() <= 0.15) == (
-        8,
-        0.0,
-        0.99,
-        True,
-    )
+    assert (len(chosen), chosen[0], chosen[-1]) == (8, 0.0, 0.99)
+    assert np.diff(chosen).max() <= 0.15
     assert golden_rows(np.array([0.3, 0.1])).tolist() == [1, 0]
 
 
@@ -517,33 +499,32 @@ def test_a_models_folder_is_recorded_by_its_name_alone(tmp_path: Path) -> None:
 
 
 def test_an_interval_and_a_reference_are_published_and_served(
-    trained: Bundle, tmp_path: Path
+    trained: Bundle, quick: tuple[Bundle, Quiet], tmp_path: Path
 ) -> None:
     record = trained.manifest.uncertainty
     assert record.interval is not None
     assert (record.outside_rows, record.outside_share) == (240, 0.01)
     assert (record.interval.level, record.interval.fits) == (0.95, 2 * 3)  # seeds, folds
     assert record.interval.half_width(0.0, 0.5) > 0
-    said = section(trained, "Uncertainty")
-    assert record.statement in said
-    low, high = said.partition("| 0.5 | ")[2].partition(" |")[0].split(" to ")
+    text = section(trained, "Uncertainty")
+    assert record.statement in text
+    low, high = text.partition("| 0.5 | ")[2].partition(" |")[0].split(" to ")
     assert 0 < float(low) < 0.5 < float(high) < 1
-    engine = PlantedEngine()
+    engine, rows = PlantedEngine(), planted_rows(600, seed=3)
+    reports = served(trained, rows, engine)
+    assert np.mean([report.uncertain.outside for report in reports]) < 0.04
+    for report in reports:
+        assert report.uncertain.interval is not None
+        assert report.uncertain.interval[0] < report.risk < report.uncertain.interval[1]
+    # The same prompts on an engine that reads other numbers.
     scorer = Scorer(engine, trained)
-    prompts = [scorer.render(row["prompt"]) for row in planted_rows(600, seed=3)]
-    known = [(report.risk, report.uncertain) for report in scorer.score(prompts)]
-    assert np.mean([one is not None and one.outside for _, one in known]) < 0.04
-    for risk, one in known:
-        assert one is not None and one.interval is not None  # noqa: PT018
-        assert one.interval[0] < risk < one.interval[1]
-    engine.strength = 6.0  # the same prompts on an engine that reads other numbers
-    assert all(
-        report.uncertain is not None and report.uncertain.outside
-        for report in scorer.score(prompts[:50])
-    )
-    for name, changes in (("one-seed", {"seeds": (0,), "folds": 2}), ("not-evaluated", ONE)):
-        found = run(tmp_path / name, c=0.3, **changes)[0].manifest.uncertainty
-        assert (found.interval, "no intervals" in found.statement) == (None, True)
+    engine.strength = 6.0
+    louder = scorer.score([scorer.render(row["prompt"]) for row in rows[:50]])
+    assert all(report.uncertain.outside for report in louder)
+    one_seed, _ = run(tmp_path, seeds=(0,), folds=2)
+    for bundle in (one_seed, quick[0]):  # which was not evaluated
+        uncertainty = bundle.manifest.uncertainty
+        assert (uncertainty.interval, "no intervals" in uncertainty.statement) == (None, True)
 
 
 class OneLayer(PlantedEngine):
@@ -654,7 +635,7 @@ def test_a_finished_run_keeps_its_folder_and_the_next_version_takes_another(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs"
-    options: dict[str, Any] = ONE | {"run_dir": None}
+    options: Options = ONE | {"run_dir": None}
     first, _ = run(tmp_path / "a", **options)
     files = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
     second, console = run(tmp_path / "b", rows=planted_rows(200, seed=5), **options)
@@ -675,7 +656,7 @@ def test_an_unfinished_run_is_resumed_or_refused_with_the_option_that_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options: dict[str, Any] = ONE | {"run_dir": None}
+    options: Options = ONE | {"run_dir": None}
     (engine := PlantedEngine()).kill_at = 2
     killed(partial(run, tmp_path / "a", engine, batch_rows=16, **options))
     with pytest.raises(RunMismatch, match="was begun with data .*--run-dir"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from service.judging.evaluation import Sample, sample_of
 from service.trainer.options import TrainOptions
 from service.trainer.training_set import SAMPLE_SHARE, SAMPLE_SIZE, draw_sample
 from tests.fitting.planted import Quiet, planted_rows, write_rows
-from tests.trainer.made import ONE, Rows, run
+from tests.kit.chats import turns
+from tests.kit.rows import Options, Row, Rows
+from tests.trainer.made import ONE, run
 
 
 def dataset(path: Path, rows: Rows) -> Dataset:
@@ -53,17 +56,14 @@ def test_questions_leave_training_with_their_groups_and_the_seed_alone_decides(
 
 
 def test_kinds_take_turns_and_the_first_ones_are_a_sample_too(tmp_path: Path) -> None:
-    rows = [
-        row | {"kind": "rare" if number < 40 else "frequent"}
-        for number, row in enumerate(planted_rows(2400))
-    ]
+    rows = planted_rows(2400)
+    for number, row in enumerate(rows):
+        row["kind"] = "rare" if number < 40 else "frequent"
     _, sample = drawn(tmp_path, rows)
     assert sample is not None
     assert len(sample.questions) == SAMPLE_SIZE
-    assert Counter(question.kind for question in sample.questions[:10]) == {
-        "rare": 5,
-        "frequent": 5,
-    }
+    kinds = Counter(question.kind for question in sample.questions[:10])
+    assert kinds == {"rare": 5, "frequent": 5}
 
 
 def test_of_held_out_rows_training_loses_none(tmp_path: Path) -> None:
@@ -75,14 +75,12 @@ def test_of_held_out_rows_training_loses_none(tmp_path: Path) -> None:
 
 
 def test_of_questions_in_several_forms_the_plain_ones_are_shown(tmp_path: Path) -> None:
-    forms = ["wording_chatty", "wording_plain", "polite", "lone"]
-    test = [
-        row | {"form": form, "group": f"{number}"}
-        for number, row in enumerate(planted_rows(96))
-        for form in (forms[:2], forms[2:])[number % 2]
-    ]
-    for number, row in enumerate(test):
-        row |= {"id": f"{number}", "prompt": f"{row['prompt']} in {number}"}
+    pairs = (("wording_chatty", "wording_plain"), ("polite", "lone"))
+    test = []
+    for number, row in enumerate(planted_rows(96)):
+        for form in pairs[number % 2]:
+            changes = {"form": form, "group": str(number), "id": f"{number}-{form}"}
+            test.append(row | changes | {"prompt": f"{row['prompt']} in {len(test)}"})
     _, sample = drawn(tmp_path, planted_rows(240), test)
     assert sample is not None
     form_of = {row["prompt"]: row["form"] for row in test}
@@ -90,7 +88,7 @@ def test_of_questions_in_several_forms_the_plain_ones_are_shown(tmp_path: Path) 
     assert (set(shown), shown.total()) == ({"lone", "wording_plain"}, SAMPLE_SIZE)
 
 
-SYSTEM = [{"role": "system", "content": "x"}, {"role": "user", "content": "{}"}]
+SYSTEM = turns("{}", system="x")
 OPENAI = {
     "labels": "generate",
     "judge": "openai",
@@ -112,19 +110,13 @@ OPENAI = {
         ({"prompt": "{}" + "x" * 500}, {}),
     ],
 )
-def test_what_cannot_be_shown(
-    tmp_path: Path, change: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_what_cannot_be_shown(tmp_path: Path, change: Row, options: Options) -> None:
+    """In ``change`` "{}" stands for the row's own prompt, None for a field that is left out."""
     rows = []
     for row in planted_rows(400):
-        made = row | change
-        if "messages" in made:
-            made["messages"] = [
-                one | {"content": one["content"].format(row["prompt"])} for one in made["messages"]
-            ]
-        if made["prompt"]:
-            made["prompt"] = made["prompt"].format(row["prompt"])
-        rows.append({key: value for key, value in made.items() if value is not None})
+        text = json.dumps(row | change).replace("{}", row["prompt"])
+        fields: Row = json.loads(text)
+        rows.append({name: value for name, value in fields.items() if value is not None})
     left, sample = drawn(tmp_path, rows, **options)
     assert (len(left), sample) == (400, None)
 
@@ -133,11 +125,9 @@ def test_few_rows_and_few_groups_of_a_class_stay(tmp_path: Path) -> None:
     left, sample = drawn(tmp_path, planted_rows(140))
     assert (len(left), sample) == (140, None)
     rows = planted_rows(400, per_group=1)
-    rows = [row for row in rows if row["label"] == 0][:5] + [
-        row for row in rows if row["label"] == 1
-    ]
+    right, wrong = ([row for row in rows if row["label"] == label] for label in (1, 0))
     for seed in range(20):  # some draws take one of the five
-        left, _ = drawn(tmp_path, rows, seeds=(seed,))
+        left, _ = drawn(tmp_path, wrong[:5] + right, seeds=(seed,))
         assert sum(row.label == 0 for row in left.rows) == 5
 
 

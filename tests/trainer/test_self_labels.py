@@ -24,10 +24,12 @@ from service.trainer.options import GuaranteeOptions, RecalibrateOptions, TrainO
 from service.trainer.rates import FIRST_CALL
 from service.trainer.recalibrate import recalibrate
 from service.trainer.run import train
-from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.trainer.made import FAST, Never, Rows, run, served, store_of
+from tests.fitting.planted import PlantedEngine, Quiet, dataset_of, planted_rows, write_rows
+from tests.kit.rows import Options, Rows, lines_named
+from tests.kit.tables import lines
+from tests.trainer.made import FAST, Never, options_on, run, served, store_of
 
-OWN: dict[str, Any] = {"labels": "self", "seeds": (0,), "answer_probes": False}
+OWN: Options = {"labels": "self", "seeds": (0,), "answer_probes": False}
 KNOWN, UNKNOWN = 0.85, 0.2  # probability that a sample agrees
 
 
@@ -49,19 +51,14 @@ class SamplingEngine(PlantedEngine):
             self.sampled.append(len(prompts))
             assert sampling.temperature == SAMPLE_TEMPERATURE
         greedy = PlantedEngine.generate(self, prompts, sampling)
-        answers = []
-        for prompt, answer, of_prompt in zip(prompts, greedy, seeds, strict=True):
-            text = self.detokenize(prompt)
-            agrees = KNOWN if "known" in text else UNKNOWN
-            traced = []
-            for seed in of_prompt:
-                draw = int(hashlib.sha256(f"{seed} {text}".encode()).hexdigest()[:8], 16) / 2**32
-                sample = answer.text if draw < agrees else "In Lyon, perhaps."
-                state = np.zeros((1, 1), np.float32)
-                completion = Completion(sample, (1, 2), "stop")
-                traced.append(TracedAnswer(completion, np.zeros(2), state, state))
-            answers.append(traced)
-        return answers
+        return [
+            [traced(self.sampled_text(self.detokenize(prompt), answer.text, seed)) for seed in own]
+            for prompt, answer, own in zip(prompts, greedy, seeds, strict=True)
+        ]
+
+    def sampled_text(self, prompt: str, greedy: str, seed: int) -> str:
+        draw = int(hashlib.sha256(f"{seed} {prompt}".encode()).hexdigest()[:8], 16) / 2**32
+        return greedy if draw < (KNOWN if "known" in prompt else UNKNOWN) else "In Lyon, perhaps."
 
 
 def questions(count: int = 240, seed: int = 0) -> Rows:
@@ -69,41 +66,44 @@ def questions(count: int = 240, seed: int = 0) -> Rows:
     return [{"prompt": row["prompt"].strip()} for row in planted_rows(count, seed=seed)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("self")
+def traced(text: str) -> TracedAnswer:
+    state = np.zeros((1, 1), np.float32)
+    return TracedAnswer(Completion(text, (1, 2), "stop"), np.zeros(2), state, state)
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> tuple[Bundle, Quiet]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Quiet]:
     """A bundle of questions alone, one a line."""
-    lines = [row["prompt"] for row in questions()]
-    (folder / "questions.txt").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
-    data = {"data": (str(folder / "questions.txt"),)}
-    return run(folder, SamplingEngine(), **OWN | data)
+    folder = tmp_path_factory.mktemp("self")
+    text = "\n".join(row["prompt"] for row in questions())
+    (folder / "questions.txt").write_text(f"{text}\n\n", encoding="utf-8")
+    return run(folder, SamplingEngine(), data=(str(folder / "questions.txt"),), **OWN)
+
+
+CARD = lines(
+    """
+    **As trained, this risk says how likely the model contradicts itself
+    hallutracer recalibrate.**
+    AUROC, nested cross-validation, of the model's contradictions
+    it does not say how likely the answer is wrong
+    wrong stands for an answer that the model contradicts
+    """
+)
 
 
 def test_questions_alone_train_a_bundle_that_says_what_its_risk_means(
     trained: tuple[Bundle, Quiet],
 ) -> None:
     bundle, console = trained
-    record = bundle.manifest.training
-    assert (record.labels, record.samples, record.sample_temperature, record.judge) == (
-        "self",
-        SAMPLES,
-        SAMPLE_TEMPERATURE,
-        None,
-    )
-    evaluation = bundle.evaluation()
+    record, evaluation = bundle.manifest.training, bundle.evaluation()
+    assert (record.labels, record.samples, record.judge) == ("self", SAMPLES, None)
+    assert record.sample_temperature == SAMPLE_TEMPERATURE
     own = evaluation["data"]["self_labels"]
     assert (own["samples"], own["figures_by"]) == (SAMPLES, "agreement")
     assert own["agreement"] == pytest.approx((KNOWN + UNKNOWN) / 2, abs=0.1)
     card = " ".join(bundle.card().split())
-    assert "**As trained, this risk says how likely the model contradicts itself" in card
-    assert "hallutracer recalibrate.**" in card
-    assert "AUROC, nested cross-validation, of the model's contradictions" in card
-    assert "it does not say how likely the answer is wrong" in card
-    assert "wrong stands for an answer that the model contradicts" in card
+    for words in CARD:
+        assert words in card
     assert any("contradicts itself" in line for line in console.lines)
     assert "recommendation" not in evaluation, "nobody knows what is wrong"
     crossed = evaluation["cross_validation"]["signals"]["depth_mean_unit_norm"]
@@ -120,18 +120,20 @@ def test_the_risk_is_the_probability_that_a_sample_contradicts(tmp_path: Path) -
 
 
 def test_an_interrupted_run_resumes_and_gives_the_same_bundle(tmp_path: Path) -> None:
-    whole, _ = run(tmp_path / "whole", SamplingEngine(), questions(), evaluate=False, **OWN)
+    def work(name: str, engine: SamplingEngine) -> str:
+        bundle, _ = run(tmp_path / name, engine, questions(), evaluate=False, **OWN)
+        return bundle.manifest.digest
+
+    whole = work("whole", SamplingEngine())
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "torn", SamplingEngine(fail_at=4), questions(), evaluate=False, **OWN)
+        work("torn", SamplingEngine(fail_at=4))
     path = tmp_path / "torn" / "run" / "train" / SAMPLES_FILE
     done = path.read_text(encoding="utf-8")
     path.write_text(done[:-20], encoding="utf-8")  # the end of the last call was never written
-    engine = SamplingEngine()
-    resumed, _ = run(tmp_path / "torn", engine, evaluate=False, **OWN)
-    assert resumed.manifest.digest == whole.manifest.digest
+    engine, again = SamplingEngine(), SamplingEngine()
+    assert work("torn", engine) == whole
     assert engine.sampled[0] == 32, "the call that was cut is made again as a whole"
-    again = SamplingEngine()
-    run(tmp_path / "torn", again, evaluate=False, **OWN)
+    work("torn", again)
     assert again.sampled == []
 
 
@@ -140,49 +142,40 @@ def test_rows_that_bring_the_truth_are_measured_by_it_and_not_learnt_from_it(
     trained: tuple[Bundle, Quiet], tmp_path: Path, by: str
 ) -> None:
     """The labels are turned round: the model agrees with itself where it is wrong."""
-    rows = []
-    for number, row in enumerate(planted_rows(240)):
+    rows = questions()
+    for number, row in enumerate(rows):
         known = "known" in row["prompt"]
         right = "Paris" if known else "Rome"
-        truth: dict[str, dict[str, Any]] = {
-            "answers": {"answers": [right if number % 3 else "Nice"]},
-            "label": {"label": int(not known)},
-        }
-        rows.append({"prompt": row["prompt"].strip()} | truth[by])
+        row[by] = int(not known) if by == "label" else [right if number % 3 else "Nice"]
     bundle, _ = run(tmp_path / "truth", SamplingEngine(), rows, **OWN, allow_no_signal=True)
-    plain, _ = trained
-    evaluation = bundle.evaluation()
+    evaluation, plain = bundle.evaluation(), trained[0].manifest
     assert evaluation["data"]["self_labels"]["figures_by"] == by
-    assert bundle.manifest.classifier == plain.manifest.classifier
-    assert (bundle.manifest.training.factual, bundle.manifest.training.left_out) == (
-        plain.manifest.training.factual,
-        plain.manifest.training.left_out,
-    )
-    auroc = evaluation["cross_validation"]["signals"]["depth_mean_unit_norm"]["auroc"]["mean"]
+    assert bundle.manifest.classifier == plain.classifier
+    for count in ("factual", "left_out"):
+        assert getattr(bundle.manifest.training, count) == getattr(plain.training, count)
     if by == "label":
-        assert auroc < 0.3
-        assert bundle.evaluation()["recommendation"]["use"] == "no"
+        auroc = evaluation["cross_validation"]["signals"]["depth_mean_unit_norm"]["auroc"]
+        assert auroc["mean"] < 0.3
+        assert evaluation["recommendation"]["use"] == "no"
 
 
-def test_held_out_rows_with_answers_need_no_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answers", [True, False])
+def test_held_out_rows_with_answers_need_no_samples(tmp_path: Path, answers: bool) -> None:
     engine = SamplingEngine()
-    test = planted_rows(60, seed=3)
+    test = planted_rows(60, seed=3) if answers else questions(60, 3)
     bundle, _ = run(tmp_path, engine, questions(), test=test, evaluate=False, **OWN)
-    assert sum(engine.sampled) == 240
     held = bundle.evaluation()["held_out"]
-    assert held["signals"]["bundle"]["auroc"] > 0.8
-    assert "figures_by" not in held
-    engine = SamplingEngine()
-    own = tmp_path / "own"
-    bundle, _ = run(own, engine, questions(), test=questions(60, 3), evaluate=False, **OWN)
-    assert sum(engine.sampled) == 240 + 60
-    assert bundle.evaluation()["held_out"]["figures_by"] == "agreement"
-    assert "by the model's own samples) that took no part in training" in bundle.card()
+    assert sum(engine.sampled) == (240 if answers else 240 + 60)
+    if answers:
+        assert held["signals"]["bundle"]["auroc"] > 0.8
+        assert "figures_by" not in held
+    else:
+        assert held["figures_by"] == "agreement"
+        assert "by the model's own samples) that took no part in training" in bundle.card()
 
 
-def test_the_mixture_of_forms_is_the_default(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", questions())
-    options = TrainOptions(data=(str(path),), labels="self")
+def test_the_mixture_of_forms_is_the_default() -> None:
+    options = TrainOptions(data=("rows.jsonl",), labels="self")
     assert options.wanted_forms == ("mixture",)
     assert options.scale == "joint"
 
@@ -195,9 +188,7 @@ def test_fifty_labels_put_it_on_the_scale_of_wrong_answers(
         {"prompt": row["prompt"], "label": int("known" in row["prompt"] and number % 3 > 0)}
         for number, row in enumerate(planted_rows(50, seed=5))
     ]
-    data = write_rows(tmp_path / "labelled.jsonl", rows)
-    options = RecalibrateOptions(data=(str(data),), run_dir=tmp_path / "run")
-    store = store_of(trained[0], tmp_path)
+    store, options = store_of(trained[0], tmp_path), options_on(RecalibrateOptions, tmp_path, rows)
     own = store.load("planted:1")
     bundle = recalibrate(own, options, SamplingEngine, store, console=Quiet())
     assert bundle is not None
@@ -210,8 +201,9 @@ def test_fifty_labels_put_it_on_the_scale_of_wrong_answers(
 def test_traffic_without_labels_tells_nothing_of_wrong_answers(
     trained: tuple[Bundle, Quiet], tmp_path: Path
 ) -> None:
-    data = write_rows(tmp_path / "labelled.jsonl", planted_rows(50, seed=5))
-    options = RecalibrateOptions(data=(str(data),), run_dir=tmp_path / "run", traffic=data)
+    rows = planted_rows(50, seed=5)
+    traffic = write_rows(tmp_path / "traffic.jsonl", rows)
+    options = options_on(RecalibrateOptions, tmp_path, rows, traffic=traffic)
     store = store_of(trained[0], tmp_path)
     with pytest.raises(TrainingError, match="leave --traffic out"):
         recalibrate(store.load("planted:1"), options, Never, store, console=Quiet())
@@ -225,7 +217,7 @@ def test_traffic_without_labels_tells_nothing_of_wrong_answers(
         ({"answers_decoding": "temperature=0.7"}, "answers_decoding"),
     ],
 )
-def test_options_that_need_labels_are_refused(change: dict[str, Any], field: str) -> None:
+def test_options_that_need_labels_are_refused(change: Options, field: str) -> None:
     with pytest.raises(TrainingError) as caught:
         TrainOptions(name="x", data=("rows.jsonl",), labels="self", **change).check()
     assert caught.value.param == field
@@ -240,29 +232,26 @@ def test_an_engine_that_cannot_sample_is_refused_before_it_reads(tmp_path: Path)
 
 def test_a_model_that_always_agrees_has_nothing_to_teach(tmp_path: Path) -> None:
     class Sure(SamplingEngine):
-        def sample(self, prompts: Any, sampling: Any, seeds: Any) -> Any:
-            state = np.zeros((1, 1), np.float32)
-            texts = PlantedEngine.generate(self, prompts, sampling)
-            return [[TracedAnswer(text, np.zeros(2), state, state)] * SAMPLES for text in texts]
+        def sampled_text(self, prompt: str, greedy: str, seed: int) -> str:
+            return greedy
 
     with pytest.raises(TrainingError, match=r"answers agree: no row is hallucinated"):
         run(tmp_path, Sure(), questions(), **OWN)
 
 
 def test_the_trial_says_what_the_samples_take(tmp_path: Path, no_pictures: None) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", questions())
-    options = TrainOptions(
+    options = options_on(
+        TrainOptions,
+        tmp_path,
+        questions(),
         **FAST | OWN | {"evaluate": False},
         name="planted",
-        data=(str(rows),),
-        run_dir=tmp_path / "run",
         test=write_rows(tmp_path / "test.jsonl", planted_rows(60, seed=3)),
     )
-    console = Quiet()
-    store = Store(tmp_path / "store")
+    console, store = Quiet(), Store(tmp_path / "store")
     first, second = SamplingEngine(), SamplingEngine()
     train(options, lambda: first, store, console=console, measure=True)
-    [to_do] = [line for line in console.lines if line.startswith("to do: ")]
+    to_do = console.line("to do: ")
     assert "300 answers of up to 48 tokens, and 5 sampled ones of 240 rows" in to_do
     assert first.sampled[0] == FIRST_CALL, "the trial"
     assert sum(first.sampled[1:]) == 240
@@ -277,9 +266,8 @@ def test_the_trial_says_what_the_samples_take(tmp_path: Path, no_pictures: None)
 def test_questions_alone_are_told_of_the_labels_that_need_no_more(
     tmp_path: Path, labels: Any
 ) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", questions(3))
     with pytest.raises(DataError, match="--labels self") as caught:
-        run(tmp_path, Never, data=(str(path),), labels=labels)
+        run(tmp_path, Never, questions(3), labels=labels)
     assert len(caught.value.problems) == 3
 
 
@@ -287,10 +275,8 @@ def test_a_text_has_a_question_a_line(tmp_path: Path) -> None:
     path = tmp_path / "my questions.txt"
     path.write_bytes("\ufeffWho, what, when?\r\n\n  Où est Lyon ? \n".encode())
     rows = read_dataset(path, "self", folds=None).rows
-    assert [(row.line, row.prompt) for row in rows] == [
-        (1, "Who, what, when?"),
-        (3, "Où est Lyon ?"),
-    ]
+    asked = [(row.line, row.prompt) for row in rows]
+    assert asked == [(1, "Who, what, when?"), (3, "Où est Lyon ?")]
 
 
 def test_a_text_of_json_lines_is_read_as_such(tmp_path: Path) -> None:
@@ -309,10 +295,9 @@ def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 def test_labels_and_answers_of_self_labelled_rows_are_checked(tmp_path: Path) -> None:
     rows = [{"prompt": "Who?", "label": "perhaps"}, {"prompt": "What?", "answers": []}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(DataError) as caught:
-        read_dataset(path, "self", folds=None)
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
+        dataset_of(tmp_path, rows, "self")
+    assert lines_named(caught.value.problems) == ["line 1", "line 2"]
 
 
 @pytest.mark.parametrize("command", [RecalibrateOptions, GuaranteeOptions])
