@@ -163,7 +163,7 @@ def test_a_row_may_need_a_longer_answer_than_the_others(tmp_path: Path, stop: in
 
 
 def test_a_longer_answer_needs_room(tmp_path: Path) -> None:
-    rows = [
+    rows: Rows = [
         {"prompt": "Who?", "answers": ["I"]},
         {"prompt": "And?", "answers": ["I"], "answer_tokens": 5000},
     ]
@@ -184,9 +184,10 @@ def test_a_torn_folder_is_completed_to_the_same_bytes(
     plan = batches(np.diff(np.fromfile(torn / "offsets.i64", "<i8")), 8)
     # Overwrite everything that the journal does not vouch for.
     for file in torn.glob("rows-*.f32"):
-        rows = np.memmap(file, "<f4", "r+").reshape(GEOMETRY.num_layers, 50, -1)
+        on_disk = np.memmap(file, "<f4", "r+")
+        rows = on_disk.reshape(GEOMETRY.num_layers, 50, -1)
         rows[:, np.concatenate([*plan[finished:], np.zeros(0, int)])] = np.nan
-        rows.flush()
+        on_disk.flush()
     engine = PoolingEngine()
     pooled(dataset, torn, engine, max_new_tokens=4)
     assert contents(torn) == whole

@@ -118,7 +118,7 @@ def test_the_larger_class_is_cut_to_three_rows_for_one() -> None:
     label = (rows % 20 == 0).astype(np.int64)
 
     def balanced(label: NDArray[np.int64], rows: NDArray[np.int64], seed: int = 7) -> list[int]:
-        return context._balanced(label, group, rows, seed).tolist()
+        return list(context._balanced(label, group, rows, seed).tolist())
 
     kept = np.array(balanced(label, rows))
     zeros = kept[label[kept] == 0]

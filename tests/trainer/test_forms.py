@@ -17,7 +17,7 @@ from probes_store.bundle import Bundle
 from service.data.forms import FORMS, is_one_message, several
 from service.data.forms.crossed import held_out_families
 from service.data.training_rows import read_dataset
-from service.engines.base import Engine, Extraction
+from service.engines.base import Extraction
 from service.engines.chat import check_turns
 from service.errors import DataError, TrainingError
 from service.readout import Site
@@ -96,7 +96,7 @@ def asked_once(rows: Rows) -> Rows:
     ]
 
 
-def formed(folder: Path, rows: Rows, engine: Engine | None = None, **changes: Any) -> Quiet:
+def formed(folder: Path, rows: Rows, engine: Any = None, **changes: Any) -> Quiet:
     """Ask the rows in forms, as a run does before it reads them; what was printed."""
     options = options_on(TrainOptions, folder, rows, **MIXED | {"name": "planted"} | changes)
     dataset, console = read_dataset(options.file, "generate", folds=None), Quiet()

@@ -234,11 +234,12 @@ def test_how_given_answers_were_decoded_is_told_by_an_option_or_the_rows(
 
 
 def test_options_and_rows_that_differ_are_refused() -> None:
-    for options, problem in (
+    cases: list[tuple[Options, str]] = [
         ({"answers_decoding": "warm"}, "temperature=T"),
         ({"answers_decoding": "greedy"}, "say sampled at temperature"),
         ({"answers_decoding": "temperature=1", "labels": "generate"}, "belongs to given ones"),
-    ):
+    ]
+    for options, problem in cases:
         with pytest.raises(TrainingError, match=problem) as refused:
             TrainOptions(name="a", data=("rows.jsonl",), **options).decoding({WARM})
         assert refused.value.param == "answers_decoding"

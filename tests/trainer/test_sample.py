@@ -76,7 +76,7 @@ def test_of_held_out_rows_training_loses_none(tmp_path: Path) -> None:
 
 def test_of_questions_in_several_forms_the_plain_ones_are_shown(tmp_path: Path) -> None:
     pairs = (("wording_chatty", "wording_plain"), ("polite", "lone"))
-    test = []
+    test: Rows = []
     for number, row in enumerate(planted_rows(96)):
         for form in pairs[number % 2]:
             changes = {"form": form, "group": str(number), "id": f"{number}-{form}"}

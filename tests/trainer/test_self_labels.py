@@ -294,7 +294,7 @@ def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 
 def test_labels_and_answers_of_self_labelled_rows_are_checked(tmp_path: Path) -> None:
-    rows = [{"prompt": "Who?", "label": "perhaps"}, {"prompt": "What?", "answers": []}]
+    rows: Rows = [{"prompt": "Who?", "label": "perhaps"}, {"prompt": "What?", "answers": []}]
     with pytest.raises(DataError) as caught:
         dataset_of(tmp_path, rows, "self")
     assert lines_named(caught.value.problems) == ["line 1", "line 2"]
