@@ -31,6 +31,9 @@ os.environ.setdefault("HALLUTRACER_MODEL", "demo")
 # httpx reads all certificates for every client, which takes longer than most requests of these
 # tests.
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+# No test cuts the power.  Waiting for the disk takes milliseconds, eight times for each bundle;
+# a descriptor that is not open is still an error.
+os.fsync = os.fstat  # type: ignore[assignment]
 
 
 @pytest.fixture
