@@ -10,14 +10,19 @@ TESTS ("") it needs no pytest."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
 import runpy
+import ssl
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+# Every client reads all certificates, as in tests/conftest.py: here, too, they are read once.
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 
 
 def run(script: Path) -> tuple[str, str]:
