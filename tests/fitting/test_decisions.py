@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from sklearn.metrics import roc_curve
@@ -70,3 +72,13 @@ def test_what_is_caught_is_the_roc_curve(seed: int) -> None:
         step = true[false == withheld]  # a vertical one counts by its upper end
         expected = step.max() if len(step) else np.interp(withheld, false, true)
         assert decisions.caught(label, risk, [withheld])[0] == pytest.approx(expected)
+
+
+def test_a_gate_is_worth_more_than_answering_or_withholding_all_where_the_risk_is_true() -> None:
+    rng = np.random.default_rng(1)
+    risk = rng.beta(1, 1, 20_000)
+    label = (rng.random(20_000) >= risk).astype(np.int64)
+    for cost, seed in itertools.product((0.25, 1.0, 4.0), (0, 1)):
+        own = decisions.net_benefit(label, risk, cost)
+        guessed = decisions.net_benefit(label, np.random.default_rng(seed).permutation(risk), cost)
+        assert own["net_benefit"] > max(0.0, own["withholding_all"], guessed["net_benefit"])

@@ -114,6 +114,21 @@ def whole(risk: Floats) -> Tests:
     return [(np.arange(len(risk)), risk)]
 
 
+def test_it_covers_with_forty_groups_and_rows_as_independent_would_not() -> None:
+    """The interval is of the AUROC of other groups: 300 data sets of one population."""
+    rng = np.random.default_rng(0)
+    label, _, risk = draw(rng, 200_000, 1)
+    truth = risk_auroc(label, risk)
+    covered = {"groups": 0, "rows": 0}
+    for _ in range(300):
+        label, group, risk = draw(rng, 40, 10)
+        for unit, groups in (("groups", group), ("rows", np.arange(len(label)))):
+            low, high = auroc_interval(label, groups, whole(risk))
+            covered[unit] += low <= truth <= high
+    assert covered["groups"] / 300 > 0.91  # 95 % nominal
+    assert covered["rows"] / 300 < 0.7
+
+
 def mean_auroc(label: Index, tests: Tests, keep: np.ndarray, kind: Index) -> float:
     values = []
     for side, of_side in tests:
