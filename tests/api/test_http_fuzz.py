@@ -309,8 +309,8 @@ def answers_to_requests(answers: list[tuple[int, bytes]]) -> list[tuple[int, byt
     return answers
 
 
-def attack(port: int, count: int, seed: int, wait_s: float = 0.3, clients: int = 12) -> Tally:
-    """``count`` attacks, some at a time."""
+def attack(port: int, count: int, seed: int, wait_s: float = 0.3, clients: int = 24) -> Tally:
+    """``count`` attacks, some at a time: most of the time they wait for what may still come."""
     tally = Tally()
     with ThreadPoolExecutor(clients) as pool:
         list(pool.map(lambda number: one(port, number, seed, wait_s, tally), range(count)))

@@ -20,6 +20,7 @@ from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.errors import EngineError
 from tests.api import test_no_token as every_route
 from tests.kit.api import MESSAGES, RESPONSES, request_of, send_to
+from tests.kit.in_loop import InLoop
 from tests.running import App, until
 
 SHORT, LONG = 500, 20_000
@@ -87,13 +88,12 @@ def check_all(app: App, requests: int) -> Counter[tuple[str, int]]:
     """How many were answered on which route with which status."""
     seen: Counter[tuple[str, int]] = Counter()
     app.engine.takes_tools = True
+    client = InLoop(app.client)
     for number in range(requests):
         path, content = request(number)
         app.engine.answer = ANSWERS[number % len(ANSWERS)]
         decoded = app.engine.counters.decode_steps
-        response = app.client.post(
-            path, content=content, headers={"content-type": "application/json"}
-        )
+        response = client.post(path, content=content, headers={"content-type": "application/json"})
         text, status = response.text, response.status_code
         seen[path, status] += 1
         context = f"request {number}: {content[:600]!r}: {status} {text[:600]}"

@@ -23,6 +23,7 @@ from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.scoring import Scorer
 from tests.kit.api import whole
+from tests.kit.in_loop import InLoop
 from tests.running import App, in_process
 
 # By route, values of each field, right ones and wrong ones.
@@ -107,10 +108,11 @@ def responses(client: TestClient, requests: int) -> Iterator[tuple[str, bytes, s
     """What is answered to so many requests, which are some of each kind: what tells of it, the
     body, and the text."""
     statuses: Counter[int] = Counter()
+    in_loop = InLoop(client)
     model = client.get("/v1/models").json()["data"][0]["id"]
     for number in range(requests):
         path, content = request(number, model)
-        response = client.post(path, content=content, headers={"content-type": "application/json"})
+        response = in_loop.post(path, content=content, headers={"content-type": "application/json"})
         statuses[response.status_code] += 1
         context = (
             f"request {number}: {content[:600]!r}: {response.status_code} {response.text[:600]}"
