@@ -218,8 +218,10 @@ def cut_off(
         await asyncio.sleep(2.0)
         await asyncio.to_thread(on.store.set_alias, fleets.NAME, "production", 2)
         with outage():
-            status = await asyncio.to_thread(on.one.reload)
-            published = await asyncio.to_thread(publishing, on.store)
+            # Beside each other: each waits until a server that is silent has had its time.
+            status, published = await asyncio.gather(
+                asyncio.to_thread(on.one.reload), asyncio.to_thread(publishing, on.store)
+            )
             await asyncio.sleep(2.0 if on.quick else 10.0)
             ready = await on.one.ready_within(1.0)
         end = time.monotonic() + READY_S

@@ -102,7 +102,7 @@ def read(backend: str, folder: str, dtype: str, arguments: dict[str, Any], out: 
         from service.engines.vllm.engine import VllmEngine
 
         given = {
-            name: json.dumps(value) if isinstance(value, dict) else str(value)
+            name: value if isinstance(value, str) else json.dumps(value)
             for name, value in arguments.items()
         }
         engine = VllmEngine.load(

@@ -196,7 +196,7 @@ def judge(
 
 
 def main() -> int:
-    arguments = parser(__doc__, quick="40 s, a swap every 2 s; memory is not judged", cache=False)
+    arguments = parser(__doc__, quick="24 s, a swap every 2 s; memory is not judged", cache=False)
     arguments.add_argument("--seconds", type=float, default=1800.0)
     arguments.add_argument("--share", type=float, default=0.8, help="of the measured capacity")
     arguments.add_argument(
@@ -205,7 +205,7 @@ def main() -> int:
     arguments.add_argument("--swap-s", type=float, default=10.0)
     options = arguments.parse_args()
     if options.quick:
-        options.seconds, options.swap_s = 40.0, 2.0
+        options.seconds, options.swap_s = 24.0, 2.0
     raise_file_limit()
     with tempfile.TemporaryDirectory() as folder:
         store, digests = two_versions(Path(folder) / "store")
