@@ -87,6 +87,8 @@ def jobs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Of ``make test-long``, files of many minutes whose tests share next to nothing.
 APART = ("docs/test_commands", "test_bench_scripts")
+# But for those that ask a service on SmolLM2, which takes half a minute to start.
+ON_SMOLLM2 = ("test_the_commands_on_smollm2_run", "test_the_readmes_table_is")
 # Files that ask the same service, or look at the same site, which take most of a minute to make.
 TOGETHER = (
     ("tests/test_vllm_service", "tests/test_openai_mixed", "tests/test_newer_protocols"),
@@ -108,7 +110,9 @@ def scope_of(file: str, nodeid: str, long: bool) -> str:
     family's starts, or a test."""
     group = group_of(file)
     if not starts_vllm(file):
-        return nodeid if long and any(name in file for name in APART) else group
+        if not (long and any(name in file for name in APART)):
+            return group
+        return "smollm2" if any(name in nodeid for name in ON_SMOLLM2) else nodeid
     if not long:
         return "vllm"
     family = "faults" if "_fault_" in nodeid else nodeid.partition("[")[2].partition("-")[0]

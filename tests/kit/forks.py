@@ -41,7 +41,7 @@ MODULES = (
     "watchfiles",
 )
 # Beginnings of the names of variables that are read by commands, and not by an import.
-READ_LATER = ("HALLUTRACER_", "OTEL_")
+READ_LATER = ("HALLUTRACER_", "OTEL_", "AWS_")
 MOST_PARENTS = 2  # a worker's environment, and that which a test has changed for good
 
 
