@@ -6,9 +6,10 @@ the policy, and the same as the model's own without us."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -87,24 +88,28 @@ def alone() -> dict[tuple[bool, str], list[str]]:
     tokens."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
-    answers = {}
-    for chat, question in ((chat, question) for chat in (True, False) for question in ASKED):
+    by_length: dict[int, list[tuple[bool, str, list[int]]]] = defaultdict(list)
+    for chat, question in itertools.product((True, False), ASKED):
         turn = [{"role": "user", "content": question}]
         ids = (
             tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
             if chat
-            else None
+            else tokenizer(question)["input_ids"]
         )
-        prompt = torch.tensor([tokenizer(question)["input_ids"] if ids is None else ids])
+        by_length[len(ids)].append((chat, question, ids))
+    answers = {}
+    for alike in by_length.values():  # prompts of one length go together without padding
+        prompts = torch.tensor([ids for _, _, ids in alike])
         with torch.inference_mode():
-            mask = torch.ones_like(prompt)
-            made = model.generate(prompt, attention_mask=mask, max_new_tokens=MOST, do_sample=False)
-        answer = made[0, prompt.shape[1] :]
-        texts = [
-            tokenizer.decode(answer[:count], skip_special_tokens=True)
-            for count in range(1, MOST + 1)
-        ]
-        answers[chat, question] = texts
+            mask = torch.ones_like(prompts)
+            made = model.generate(
+                prompts, attention_mask=mask, max_new_tokens=MOST, do_sample=False
+            )
+        for (chat, question, ids), row in zip(alike, made, strict=True):
+            answers[chat, question] = [
+                tokenizer.decode(row[len(ids) :][:count], skip_special_tokens=True)
+                for count in range(1, MOST + 1)
+            ]
     return answers
 
 
