@@ -40,7 +40,8 @@ class InLoop:
             "server": ("testserver", 80),
             "state": self._state.copy(),
         }
-        return self._portal.call(self._exchange, scope, content)
+        response: httpx.Response = self._portal.call(self._exchange, scope, content)
+        return response
 
     async def _exchange(self, scope: dict[str, Any], content: bytes) -> httpx.Response:
         ended = asyncio.Event()
