@@ -135,6 +135,12 @@ def opened(**options: Any) -> Callable[[Any], Any]:
     return marked
 
 
+async def more_tokens(job: Any) -> None:
+    """Return once the job has more tokens than now."""
+    before = job.tokens
+    await until_on_loop(lambda: job.tokens > before)
+
+
 @pytest.fixture(params=KINDS)
 async def bench(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: Patch
@@ -592,8 +598,7 @@ async def test_a_step_that_succeeds_between_failing_passes_begins_the_count_anew
         with pytest.raises(EngineError):
             await bench.request(f"prompt {n}").answers()
         bench.script.fail = None
-        decoded = going_on.jobs[0].tokens
-        await until_on_loop(lambda decoded=decoded: going_on.jobs[0].tokens > decoded)  # type: ignore[misc]
+        await more_tokens(going_on.jobs[0])
     assert bench.dispatcher.alive
     going_on.cancel()
 
