@@ -26,6 +26,9 @@ os.environ.setdefault("LOKY_MAX_CPU_COUNT", "1")
 # A busy machine must not fail a test: no example has a time limit.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+# vLLM binds a worker to a core, by default the first one of the machine: those of tests that run
+# side by side would share it, and leave the others idle.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # Tests are about the embedded model, also where another is installed; those of another one say so.
 os.environ.setdefault("HALLUTRACER_MODEL", "demo")
 # httpx reads all certificates for every client, which takes longer than most requests of these

@@ -21,8 +21,9 @@ CLIENT = ROOT / "clients" / "python"
 PACKAGES = os.environ.get(
     "TESTED_PACKAGES"
 )  # a folder of other versions, which tests/parity/test_transformers.py sets
+VLLM_WAITS = ROOT / "tests" / "kit" / "vllm_waits"  # a plugin of vLLM's
 PATHS = os.pathsep.join(
-    [*filter(None, [PACKAGES]), str(ROOT), str(CLIENT)]
+    [*filter(None, [PACKAGES]), str(ROOT), str(CLIENT), str(VLLM_WAITS)]
 )  # of a process that sees this checkout
 MAY_CHOOSE = {
     "HALLUTRACER_CALLERS_MAY": "policy threshold bundle"

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +27,8 @@ from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.turn import LEAST_READ
 from tests.engines.vllm.installed import vllm_or_skip
+from tests.kit.forks import Program
+from tests.kit.vllm_programs import run
 from tests.kit.vllm_service import EAGER, VllmService
 from tests.matching import with_answer
 from tests.running import until
@@ -236,9 +237,6 @@ def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) 
     data.write_text("\n".join(json.dumps(row) for row in rows))
     for name, engine in (("plain", ()), ("fast", EAGER)):
         command = [
-            sys.executable,
-            "-m",
-            "service.cli",
             "train",
             "--data",
             str(data),
@@ -261,12 +259,8 @@ def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) 
             "depth_mean,first_token",
             *engine,
         ]
-        named = os.environ | {
-            "HALLUTRACER_BUNDLE": "demo"
-        }  # has no part in it, and does not stand in its way
-        done = subprocess.run(
-            command, env=named, capture_output=True, text=True, timeout=STARTING_S
-        )
+        named = {"HALLUTRACER_BUNDLE": "demo"}  # has no part in it, and is not in its way
+        done = run(Program("service.cli"), command, tmp_path, STARTING_S, **named)
         assert done.returncode == 0, done.stderr[-3000:]
         for trace in ("Traceback", "Exception ignored", "Task was destroyed"):
             assert trace not in done.stderr, "``AsyncLLM`` must be freed before the program ends"

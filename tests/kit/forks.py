@@ -1,9 +1,9 @@
-"""Processes of ``python -m service.cli`` that begin with its modules imported: forks of one
-process, which imports them once for each worker of the tests.
+"""Processes of ``python -m service.cli``, and programs on vLLM, that begin with their modules
+imported: forks of one process, which imports them once for each worker of the tests.
 
 Importing torch and transformers takes five seconds of a core, more than most services need for
-their test.  A fork differs from a fresh process in nothing but that: environment, arguments,
-folder, standard streams, session and exit are its own."""
+their test; importing vLLM takes fifteen.  A fork differs from a fresh process in nothing but that:
+environment, arguments, folder, standard streams, session and exit are its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import atexit
 import gc
 import importlib
 import json
+import multiprocessing
 import os
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,16 +44,34 @@ MODULES = (
     "httptools",
     "watchfiles",
 )
+# What programs on vLLM import, in any of their processes.
+VLLM_MODULES = (
+    "service.engines.transformers.engine",
+    "service.engines.vllm.worker",
+    "service.vllm_plugin.plugin",
+    "transformers.models.llama",
+    "uvloop",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.launchers.run_batch",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+)
+MODULES_OF = {"service": MODULES, "vllm": VLLM_MODULES}
 # Beginnings of the names of variables that are read by commands, and not by an import.
 READ_LATER = ("HALLUTRACER_", "OTEL_", "AWS_")
-MOST_PARENTS = 2  # a worker's environment, and that which a test has changed for good
+VLLM_READS_LATER = ("VLLM_ALLOW_", "VLLM_CPU_", "VLLM_ENABLE_V1_", "VLLM_WORKER_")
+JEMALLOC = "jemalloc_bg_thd"  # a thread of an allocator, which starts it anew in a fork
+# Of each kind: for a worker's environment, and for that which a test has changed for good.
+MOST_PARENTS = 2
 
 
 class Forked:
     """A fork, with what tests use of ``subprocess.Popen``.  Its status comes through a pipe, from
     the process that waits for it."""
 
-    def __init__(self, pid: int, status: int, stdout: IO[str]) -> None:
+    def __init__(self, pid: int, status: int, stdout: IO[str] | None) -> None:
         self.pid = pid
         self.stdout = stdout
         self._status = status
@@ -84,23 +106,35 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def plain(environment: dict[str, str]) -> dict[str, str]:
+@dataclass(frozen=True)
+class Program:
+    """A program on vLLM: a module, or a file whose name ends with ``.py``."""
+
+    name: str
+    # Whether its other processes are forks of it, as on CUDA.  vLLM's CPU build starts Python anew
+    # for each, whatever it is told.
+    forks: bool = True
+
+
+def plain(environment: dict[str, str], read_later: Sequence[str] = ()) -> dict[str, str]:
     """The variables that a library may read as it is imported."""
     return {
         name: value
         for name, value in environment.items()
-        if not name.startswith((*READ_LATER, "PYTEST_"))
+        if not name.startswith((*READ_LATER, "PYTEST_", *read_later))
     }
 
 
 class Parent:
     """The process that has imported everything, and forks."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        self.plain = plain(environment)
+    def __init__(self, environment: dict[str, str], kind: str, plain: dict[str, str]) -> None:
+        """``kind``: of ``MODULES_OF``; ``plain``: of the environment."""
+        self.kind = kind
+        self.plain = plain
         self._ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kit.forks", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.kit.forks", str(theirs.fileno()), kind],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -109,21 +143,14 @@ class Parent:
         theirs.close()
         atexit.register(self.close)
 
-    def fork(
-        self, arguments: list[str], folder: Path, environment: dict[str, str], stderr: int
-    ) -> Forked:
-        (out, child_out), (status, child_status) = os.pipe(), os.pipe()
-        request = {"arguments": arguments, "folder": str(folder), "environment": environment}
+    def fork(self, request: dict[str, Any], stdout: int, stderr: int) -> tuple[int, int]:
+        """The process id of a fork, and the descriptor that its status comes through."""
+        status, child_status = os.pipe()
         data = json.dumps(request).encode()
-        socket.send_fds(
-            self._ours, [len(data).to_bytes(4, "big")], [child_out, stderr, child_status]
-        )
+        socket.send_fds(self._ours, [len(data).to_bytes(4, "big")], [stdout, stderr, child_status])
         self._ours.sendall(data)
-        os.close(child_out)
         os.close(child_status)
-        pid = int.from_bytes(_exactly(self._ours, 4), "big")
-        stdout = open(out, encoding="utf-8")  # noqa: SIM115  (the caller reads it)
-        return Forked(pid, status, stdout)
+        return int.from_bytes(_exactly(self._ours, 4), "big"), status
 
     def close(self) -> None:
         self._ours.close()
@@ -139,15 +166,47 @@ def start(
     """Run ``python -m service.cli``; None where forks are not safe, and in a third environment: a
     library could read something else there than in that of the process that imported it, and each
     such process holds its imports."""
-    if sys.platform != "linux":
+    if sys.platform != "linux" or (parent := _parent("service", environment)) is None:
         return None
-    own = plain(environment)
-    parent = next((parent for parent in _parents if parent.plain == own), None)
+    out, child_out = os.pipe()
+    request = {"arguments": arguments, "folder": str(folder), "environment": environment}
+    try:
+        pid, status = parent.fork(request, child_out, stderr)
+    finally:
+        os.close(child_out)
+    stdout = open(out, encoding="utf-8")  # noqa: SIM115  (the caller reads it)
+    return Forked(pid, status, stdout)
+
+
+def start_on_vllm(
+    program: Program,
+    arguments: Sequence[str],
+    folder: Path,
+    environment: dict[str, str],
+    stdout: int,
+    stderr: int,
+) -> Forked:
+    """Run a program that has imported vLLM.  Raises RuntimeError in a third environment, as
+    ``start`` returns None there."""
+    parent = _parent("vllm", environment, VLLM_READS_LATER)
     if parent is None:
-        if len(_parents) == MOST_PARENTS:
-            return None
-        _parents.append(parent := Parent(environment))
-    return parent.fork(arguments, folder, environment, stderr)
+        raise RuntimeError(f"more than {MOST_PARENTS} environments of programs on vLLM")
+    request = {"arguments": [*arguments], "folder": str(folder), "environment": environment}
+    pid, status = parent.fork(request | {"program": asdict(program)}, stdout, stderr)
+    return Forked(pid, status, None)
+
+
+def _parent(
+    kind: str, environment: dict[str, str], read_later: Sequence[str] = ()
+) -> Parent | None:
+    own = plain(environment, read_later)
+    alike = [parent for parent in _parents if parent.kind == kind]
+    if (parent := next((parent for parent in alike if parent.plain == own), None)) is not None:
+        return parent
+    if len(alike) == MOST_PARENTS:
+        return None
+    _parents.append(parent := Parent(environment, kind, own))
+    return parent
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -192,29 +251,56 @@ def _next_child(connection: socket.socket) -> dict[str, Any]:
             os.close(descriptor)
 
 
-def main(connection: socket.socket) -> None:
-    gc.disable()
-    from service.cli.loading import _import_engine
+def _import_all(kind: str) -> None:
+    if kind == "service":
+        from service.cli.loading import _import_engine
 
-    _import_engine()
-    for name in MODULES:
+        _import_engine()
+    for name in MODULES_OF[kind]:
         importlib.import_module(name)
+
+
+def start_vllms_processes_by_fork() -> None:
+    """Have vLLM start its processes by fork, which its CPU build does not, whatever it is told.
+
+    Each would import everything again, most of a start."""
+    from vllm.model_executor.models import registry
+
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context(  # type: ignore[assignment]
+        "fork" if method == "spawn" else method
+    )
+    # It starts Python anew to look at a model's class.
+    registry._run_in_subprocess = lambda look: look()
+
+
+def _run(arguments: list[str], name: str = "service.cli", *, forks: bool = False) -> None:
+    if forks:
+        start_vllms_processes_by_fork()
+    sys.argv = [name, *arguments]
+    if name.endswith(".py"):
+        runpy.run_path(name, run_name="__main__")
+    else:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def main(connection: socket.socket, kind: str) -> None:
+    gc.disable()
+    _import_all(kind)
     gc.collect()
     gc.freeze()
     gc.enable()
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"a process of {len(threads)} threads cannot be forked"
+    threads = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    others = [name for name in threads if name != JEMALLOC]
+    assert len(others) == 1, f"a process with the threads {threads} cannot be forked"
     request = _next_child(connection)
     gc.unfreeze()  # libraries written in C++ tell of what is never freed
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.path[0] = request["folder"]
-    sys.argv = [str(ROOT / "service" / "cli" / "__main__.py"), *request["arguments"]]
-    from service.cli.main import main as command
-
-    command()
+    _run(request["arguments"], **request.get("program", {}))
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -33,15 +33,14 @@ from service.engines.base import Completion, Engine, EngineOptions, PrefillResul
 from service.engines.bridge import run_on
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
+from tests.kit.forks import start_vllms_processes_by_fork
 from tests.parity import models as q
 from tests.parity import quantized
-from tests.vllm_plugin.forked import start_vllms_processes_by_fork
 
 CHUNK = 48  # tokens per step: most prompts are chunked
 EXTRACTED = 40  # prompts with activations and full answers
 ANSWER = Sampling(max_tokens=12)
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-FEW = 24  # prompts of a family that is compared in fewer ways, and of a faulty worker
 LATER = 2  # bundles that replace others in their slots
 Arrays = dict[str, Any]
 
@@ -108,14 +107,14 @@ def shared(engine: Any, asked: Sequence[q.Question], *, rows: bool) -> Arrays:
     return arrays
 
 
-def transformers(folder: str) -> Arrays:
+def transformers(folder: str, prompts: int) -> Arrays:
     from service.engines.transformers.engine import TransformersEngine
 
     torch.set_num_threads(1)
     # Plain attention: transformers' sdpa silently ignores Gemma 2's attn_logit_softcapping.
     plain = {"attn_implementation": "eager"}
     engine = TransformersEngine.load(EngineOptions(model=folder, dtype="float32", extra=plain))
-    asked = q.questions(Path(folder).name)
+    asked = q.questions(prompts)
     everything = [*asked, *q.repeated(asked)]
     bundles = [q.probes(engine.identity.geometry, bundle) for bundle in range(q.BUNDLES)]
     every = [probe for bundle in bundles for probe in bundle]
@@ -157,7 +156,7 @@ def both(folder: str, reference: str, dtype: str, method: str, arguments: dict[s
     from service.engines.vllm.engine import VllmEngine
 
     torch.set_num_threads(1)
-    prompts = [question.prompt for question in q.questions("")[:FEW]]
+    prompts = [question.prompt for question in q.questions(q.FEW_PROMPTS)]
     plain = EngineOptions(model=reference, dtype="float32", extra={"attn_implementation": "eager"})
     options = EngineOptions(model=folder, dtype=dtype, max_batch_tokens=CHUNK, extra=arguments)
     sites = family_of(find_model_files(options).config).sites
@@ -180,7 +179,9 @@ def both(folder: str, reference: str, dtype: str, method: str, arguments: dict[s
     return arrays
 
 
-def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: bool) -> Arrays:
+def vllm(
+    folder: str, prompts: int, arguments: dict[str, str], faulty: str | None, *, reads: bool
+) -> Arrays:
     """Everything at once, in steps of ``CHUNK`` tokens, then what the reference does too."""
     from service.engines.vllm import engine as module
     from service.engines.vllm import launch
@@ -202,7 +203,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: b
     options = EngineOptions(model=folder, dtype="float32", max_batch_tokens=CHUNK, extra=arguments)
     engine = VllmEngine.load(options, rows=rows, slots=4 if faulty is None else 1, answers=reads)
     try:
-        asked = q.questions(Path(folder).name)
+        asked = q.questions(prompts)
         bundles = [q.probes(engine.identity.geometry, bundle) for bundle in range(q.BUNDLES)]
         if faulty is not None:
             return flawed(engine, asked, bundles) | {"self_test": np.array(refusals)}
@@ -252,7 +253,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: b
 
 def flawed(engine: Any, asked: list[q.Question], bundles: Sequence[list[Probes]]) -> Arrays:
     """The numbers of a faulty worker for each bundle, or the error's name."""
-    prompts = [question.prompt for question in asked[:FEW]]  # a fault is seen in any
+    prompts = [question.prompt for question in asked]
     try:
         scored = [trajectories_of(engine, prompts, bundle) for bundle in bundles]
     except EngineError as error:
@@ -357,6 +358,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("backend", choices=["transformers", "vllm", "both"])
     parser.add_argument("folder")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--prompts", type=int, default=q.PROMPTS)
     parser.add_argument(
         "--argument", action="append", default=[], help="one of vLLM's, as NAME=VALUE"
     )
@@ -372,7 +374,7 @@ def main(argv: Sequence[str]) -> None:
     for name in ("HALLUTRACER_MODEL", "HALLUTRACER_ENGINE"):
         os.environ.pop(name, None)
     if given.backend == "transformers":
-        arrays = transformers(given.folder)
+        arrays = transformers(given.folder, given.prompts)
     else:
         start_vllms_processes_by_fork()
         arguments = dict(pair.split("=", 1) for pair in given.argument)
@@ -381,7 +383,9 @@ def main(argv: Sequence[str]) -> None:
                 given.folder, given.reference or given.folder, given.dtype, given.method, arguments
             )
         else:
-            arrays = vllm(given.folder, arguments, given.faulty, reads=given.reads_answers)
+            arrays = vllm(
+                given.folder, given.prompts, arguments, given.faulty, reads=given.reads_answers
+            )
     with given.out.open("wb") as file:
         np.savez(file, **arrays)
     print(json.dumps({name: list(np.shape(array)) for name, array in arrays.items()}))

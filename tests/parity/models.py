@@ -106,8 +106,9 @@ def save(family: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-PROMPTS = {"llama": 200}  # the family that is run in most ways
-FEWER_PROMPTS = 60  # of the others: what differs between families shows in any prompt
+PROMPTS = 60  # what differs between families, or between ways to run one, shows in any prompt
+FEW_PROMPTS = 24  # of a family that is compared in fewer ways, and of a faulty worker
+MANY_PROMPTS = 200  # of one run: what depends on which prompts share a step
 LONGEST = 150
 # tokens of a prompt whose last one is all that is not in the prefix cache, whose blocks are 32
 # tokens
@@ -127,13 +128,12 @@ class Question:
     cancelled: bool  # the client leaves after a few tokens
 
 
-def questions(family: str, seed: int = 5) -> list[Question]:
+def questions(count: int = PROMPTS, seed: int = 5) -> list[Question]:
     """Mixed lengths, some with a beginning in common, two fifths with answers, some of those given
-    up halfway."""
+    up halfway.  The first of more questions are those of fewer."""
     generator = np.random.default_rng(seed)
     beginnings = [generator.integers(0, TEXT_TOKENS, length).tolist() for length in (64, 96, 100)]
     asked = []
-    count = PROMPTS.get(family, FEWER_PROMPTS)
     for number in range(count):
         length = 1 + int(generator.integers(0, LONGEST)) if number >= 3 else (1, 2, LONGEST)[number]
         prompt = generator.integers(0, TEXT_TOKENS, length).tolist()

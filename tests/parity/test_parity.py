@@ -29,6 +29,8 @@ from service.engines.checkpoint import folder_fingerprint
 from service.readout import Site
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.parity import models, quantized, versions
+from tests.parity.models import FEW_PROMPTS
+from tests.serve_process import PATHS
 
 vllm_or_skip()
 ROOT = Path(__file__).parents[2]
@@ -72,6 +74,11 @@ class Run:
         )
 
     @property
+    def prompts(self) -> int:
+        """How many prompts are compared."""
+        return models.MANY_PROMPTS if str(self) == "llama-compiled" else models.PROMPTS
+
+    @property
     def reads_answers(self) -> bool:
         """Whether answers' own tokens are read: not with drafts, and so that graphs without it are
         compared, too."""
@@ -96,7 +103,7 @@ class Run:
             else {}
         )
         own += [str(Path(__file__).parent / "interpreter")] if given else []
-        path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([*own, PATHS])
         return given | ({"PYTHONPATH": path} if own else {})
 
     @property
@@ -121,6 +128,7 @@ class Run:
             given["speculative_config"] = json.dumps({**drafts, "prompt_lookup_max": 3})
         reads = ["--reads-answers"] if self.reads_answers else []
         return [
+            *("--prompts", str(self.prompts)),
             *reads,
             *(part for name, value in given.items() for part in ("--argument", f"{name}={value}")),
         ]
@@ -195,9 +203,11 @@ class Measurer:
 
     def __init__(self, folder: Path, more: Mapping[str, str] = MappingProxyType({})) -> None:
         environment = os.environ | {
+            "PYTHONPATH": PATHS,
             "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
+        environment.pop("VLLM_CPU_OMP_THREADS_BIND", None)  # ranks have cores, as a user's
         environment |= more
         self._environment = environment
         self._process = self._start(["serve"], environment)
@@ -254,11 +264,17 @@ def measure(folder: Path) -> Iterator[Measurer]:
     measurer.close()
 
 
-def reference(measure: Measurer, folder: Path, family: str) -> tuple[Path, dict[str, Array]]:
-    model, out = folder / family, folder / f"{family}.npz"
+def model_of(folder: Path, family: str) -> Path:
+    model = folder / family
+    return model if model.exists() else models.save(family, model)
+
+
+def reference(
+    measure: Measurer, folder: Path, family: str, prompts: int
+) -> tuple[Path, dict[str, Array]]:
+    model, out = model_of(folder, family), folder / f"{family}-{prompts}.npz"
     if not out.exists():
-        models.save(family, model)
-        measure("transformers", model, out)
+        measure("transformers", model, out, "--prompts", str(prompts))
     return model, load(out)
 
 
@@ -298,7 +314,7 @@ def check(run: Run, expected: dict[str, Array], measured: dict[str, Array]) -> d
 def test_vllm_reads_and_says_what_transformers_does(
     run: Run, measure: Measurer, folder: Path, table: list[str]
 ) -> None:
-    model, expected = reference(measure, folder, run.family)
+    model, expected = reference(measure, folder, run.family, run.prompts)
     measured = measure("vllm", model, folder / f"{run}.npz", *run.arguments, more=run.environment)
     apart = check(run, expected, measured)
     if run.family in versions.FAMILIES and not run.parallel and run.eager is (run.runner == "V2"):
@@ -348,7 +364,7 @@ def test_more_families_are_read_as_transformers_reads_them(
 def test_a_quantized_checkpoint_is_read_as_what_its_weights_stand_for(
     method: str, measure: Measurer, folder: Path
 ) -> None:
-    plain = reference(measure, folder, "llama")[0]
+    plain = model_of(folder, "llama")
     packed, meant = quantized.quantize(plain, method, folder)
     bound, dtype = quantized.BOUNDS[method]
     arguments = [
@@ -396,16 +412,16 @@ def test_a_quantized_checkpoint_is_read_as_what_its_weights_stand_for(
 def test_a_fault_is_found_at_the_start_and_by_the_comparison(
     worker: str, words: str, measure: Measurer, folder: Path
 ) -> None:
-    model, expected = reference(measure, folder, "llama")
-    arguments = [*Run("llama", True).arguments, "--faulty", f"tests.parity.faulty.{worker}"]
+    model, expected = reference(measure, folder, "llama", FEW_PROMPTS)
+    faulty = ["--prompts", str(FEW_PROMPTS), "--faulty", f"tests.parity.faulty.{worker}"]
+    arguments = [*Run("llama", True).arguments, *faulty]
     measured = measure("vllm", model, folder / f"{worker}.npz", *arguments)
     assert measured["self_test"].size == 1, "the self-test let it pass"
     assert re.search(words, str(measured["self_test"][0]))
     if "failed" in measured:
         assert measured["failed"] == "NonFiniteReadout"
         return
-    few = expected["bundles"][:, : measured["bundles"].shape[1]]
-    apart = np.abs(measured["bundles"] - few).max(axis=(1, 2, 3))
+    apart = np.abs(measured["bundles"] - expected["bundles"]).max(axis=(1, 2, 3))
     if worker == "AnswersTooEarly":  # whose prompts are read as they should be
         return
     assert apart.shape == (models.BUNDLES,)

@@ -1,7 +1,7 @@
 """vLLM's own OpenAI server with the plugin on the demo model; one observes, for all who ask.
 
-Its processes are forks of it, as on CUDA, but for those of ``gated`` (test_gated), over two nodes,
-and where it ends: these are started as by a user of the CPU build."""
+It is a fork of a process that has imported vLLM (tests/kit/forks.py), and its processes are forks
+of it, as on CUDA.  ``gated`` (test_gated) is started as by a user of the CPU build."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ import pytest
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
+from tests.kit import forks, vllm_programs
 from tests.kit.api import CHAT, WIRES, request_of
 from tests.kit.bundles import GUARANTEE, write_bundle
+from tests.kit.forks import Program
 from tests.kit.local_server import free_port
-from tests.serve_process import PATHS
+from tests.kit.vllm_programs import VARIABLES
 
 STARTING_S = 240.0
-SERVER, FORKED = "vllm.entrypoints.openai.api_server", "tests.vllm_plugin.forked"
+SERVER = "vllm.entrypoints.openai.api_server"
+FORKED = Program(SERVER)
+Process = subprocess.Popen[bytes] | forks.Forked
 MODEL = "demo"
 SURE = "sure"  # the demo's bundle, with a guarantee
 POLICIES = """
@@ -42,19 +46,14 @@ action = "abstain"
 withhold_outside = false
 """
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
-# An engine of ours that this process had before has set another level for the processes that it
-# starts.
-QUIET = {
-    "PYTHONPATH": PATHS,
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-}
 
 
 @contextmanager
-def serving(log: Path, *arguments: str, program: str = FORKED, **environment: str) -> Iterator[str]:
-    """Its address, once it answers and our routes are ready."""
+def serving(
+    log: Path, *arguments: str, program: str | Program = FORKED, **environment: str
+) -> Iterator[str]:
+    """Its address, once it answers and our routes are ready.  ``program``: a module's name, where
+    it is not a fork."""
     process, url = _started(log, program, *arguments, **environment)
     try:
         _wait(process, log, f"{url}/health")
@@ -66,7 +65,7 @@ def serving(log: Path, *arguments: str, program: str = FORKED, **environment: st
 
 def ending(log: Path, *arguments: str, **environment: str) -> int:
     """The status of a server that ends by itself."""
-    process, _ = _started(log, SERVER, *arguments, **environment)
+    process, _ = _started(log, FORKED, *arguments, **environment)
     try:
         return process.wait(STARTING_S)
     finally:
@@ -74,13 +73,10 @@ def ending(log: Path, *arguments: str, **environment: str) -> int:
 
 
 def _started(
-    log: Path, program: str, *arguments: str, **environment: str
-) -> tuple[subprocess.Popen[bytes], str]:
+    log: Path, program: str | Program, *arguments: str, **environment: str
+) -> tuple[Process, str]:
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        program,
+    options = [
         "--model",
         str(MODEL_DIR),
         "--dtype",
@@ -94,20 +90,23 @@ def _started(
         "--enforce-eager",
         *arguments,
     ]
-    variables = os.environ | QUIET | {"HALLUTRACER_BUNDLE": "demo demo-fused"} | environment
+    url, folder = f"http://127.0.0.1:{port}", log.parent
+    variables = {"HALLUTRACER_BUNDLE": "demo demo-fused"} | environment
+    if isinstance(program, Program):
+        return vllm_programs.start(program, options, folder, log, **variables), url
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
-            env=variables,
+            [sys.executable, "-m", program, *options],
+            env=VARIABLES | variables,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            cwd=log.parent,
+            cwd=folder,
         )
-    return process, f"http://127.0.0.1:{port}"
+    return process, url
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: Process) -> None:
     with suppress(ProcessLookupError):  # it and its children have ended
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -117,7 +116,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
+def _wait(process: Process, log: Path, url: str) -> None:
     until = time.monotonic() + STARTING_S
     while time.monotonic() < until:
         assert process.poll() is None, f"the server ended: {log.read_text()[-3000:]}"
@@ -126,7 +125,7 @@ def _wait(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
                 return
         except httpx.TransportError:
             pass
-        time.sleep(0.5)
+        time.sleep(0.2)
     raise AssertionError(f"{url} did not answer 200: {log.read_text()[-3000:]}")
 
 

@@ -4,9 +4,6 @@ nothing passes."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +18,9 @@ from service.policies.guard import GATE
 from service.scoring import Scorer
 from tests.engines import lora
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.vllm_plugin.conftest import MODEL, QUIET, serving
+from tests.kit.forks import Program
+from tests.kit.vllm_programs import run
+from tests.vllm_plugin.conftest import MODEL, serving
 
 vllm_or_skip()
 
@@ -106,25 +105,14 @@ def test_the_gate_in_the_engine_judges_each_adapter_by_its_own_bundle(
 ) -> None:
     (tmp_path / "program.py").write_text(OFFLINE)
     (tmp_path / "questions.json").write_text(json.dumps(ASKED))
-    variables = (
-        os.environ
-        | QUIET
-        | {
-            "HALLUTRACER_BUNDLE": "demo adapted",
-            "HALLUTRACER_STORE": str(made.store),
-            "HALLUTRACER_POLICY": "gate",
-            "HALLUTRACER_ADAPTERS": str(made.terse),
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        }
-    )
-    ran = subprocess.run(
-        [sys.executable, "program.py", str(made.terse), str(made.other)],
-        cwd=tmp_path,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=450,
-    )
+    variables = {
+        "HALLUTRACER_BUNDLE": "demo adapted",
+        "HALLUTRACER_STORE": str(made.store),
+        "HALLUTRACER_POLICY": "gate",
+        "HALLUTRACER_ADAPTERS": str(made.terse),
+    }
+    program = Program(str(tmp_path / "program.py"))
+    ran = run(program, [str(made.terse), str(made.other)], tmp_path, 450, **variables)
     lines = [
         json.loads(line.removeprefix("ANSWER "))
         for line in ran.stdout.splitlines()

@@ -4,9 +4,7 @@ they send."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -19,7 +17,10 @@ import hallutracer as ht
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.vllm_plugin.conftest import KNOWN, QUIET
+from tests.kit import vllm_programs
+from tests.kit.forks import Program
+from tests.kit.vllm_programs import VARIABLES
+from tests.vllm_plugin.conftest import KNOWN
 
 vllm_or_skip()
 
@@ -170,34 +171,45 @@ if __name__ == "__main__":
 """
 
 
+GATED = {
+    "HALLUTRACER_BUNDLE": "demo",
+    "HALLUTRACER_POLICY": "gate",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+
+
 def run(
     folder: Path,
     program: str,
     asked: list[str],
-    python: str = sys.executable,
+    python: str,
     limit_s: int = 500,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    (folder / "program.py").write_text(program)
-    (folder / "questions.json").write_text(json.dumps(asked))
-    variables = (
-        os.environ
-        | QUIET
-        | {
-            "HALLUTRACER_BUNDLE": "demo",
-            "HALLUTRACER_POLICY": "gate",
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        }
-        | environment
-    )
+    """Run a program by another environment's interpreter."""
+    write(folder, program, asked)
     return subprocess.run(
         [python, "program.py"],
         cwd=folder,
-        env=variables,
+        env=VARIABLES | GATED | environment,
         capture_output=True,
         text=True,
         timeout=limit_s,
     )
+
+
+def run_here(
+    folder: Path, program: str, asked: list[str], *, forks: bool, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that has imported vLLM; ``forks``: as ``Program``'s."""
+    write(folder, program, asked)
+    started = Program(str(folder / "program.py"), forks)
+    return vllm_programs.run(started, [], folder, 500, **GATED | environment)
+
+
+def write(folder: Path, program: str, asked: list[str]) -> None:
+    (folder / "program.py").write_text(program)
+    (folder / "questions.json").write_text(json.dumps(asked))
 
 
 @pytest.fixture(scope="module")
@@ -254,11 +266,12 @@ def check_answers(
 def test_no_token_of_a_withheld_answer(
     tmp_path: Path, asked: list[str], withheld: list[bool], program: str
 ) -> None:
-    """Nor a draft token; nor any whose risk was not read, since the weights have changed."""
+    """Nor a draft token; nor any whose risk was not read, since the weights have changed.
+
+    The core of ``ASYNC`` is a process that loads the guard, the one of ``BATCH`` a fork."""
     offline = program is OFFLINE
-    ran = run(
-        tmp_path, program, asked, **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if offline else {})
-    )
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if offline else {}
+    ran = run_here(tmp_path, program, asked, forks=program is BATCH, **alone)
     printed = check_answers(ran, asked, withheld)
     ready = "hallutracer ready, for every request of this engine: bundle demo:1 (sha256:"
     (line,) = [line for line in (ran.stdout + ran.stderr).splitlines() if ready in line]

@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -37,7 +36,8 @@ from service.vllm_plugin import engine_gate
 from service.vllm_plugin.front_end import RAY_PREFIXES, SERVERS, check
 from service.vllm_plugin.model_check import ChatOptions, check_rendering
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.vllm_plugin.conftest import QUIET
+from tests.kit import vllm_programs
+from tests.kit.forks import Program
 
 vllm_or_skip()
 
@@ -552,12 +552,9 @@ if __name__ == "__main__":
 @pytest.mark.long
 def test_an_engine_that_the_plugin_found_made_ends_with_the_reason(tmp_path: Path) -> None:
     (script := tmp_path / "program.py").write_text(LATE)
-    variables = (
-        os.environ | QUIET | {"HALLUTRACER_BUNDLE": "demo", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    )
-    ran = subprocess.run(
-        [sys.executable, script], env=variables, capture_output=True, text=True, timeout=240
-    )
+    variables = {"HALLUTRACER_BUNDLE": "demo", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    program = Program(str(script), forks=False)
+    ran = vllm_programs.run(program, [], tmp_path, 240, **variables)
     output = ran.stdout + ran.stderr
     assert "ANSWERED" not in ran.stdout, output[-3000:]
     assert ran.returncode not in (0, None), output[-3000:]

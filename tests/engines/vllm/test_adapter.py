@@ -40,7 +40,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, adapter: Path) -> Iterator[VllmEngine]:
-    extra = {"max_model_len": "128", "max_num_seqs": "32"}  # compiled
+    extra = {"max_model_len": "128", "max_num_seqs": "32"}
     options = EngineOptions(
         str(model), dtype="float32", max_batch_tokens=32, adapter=str(adapter), extra=extra
     )
@@ -60,7 +60,7 @@ def test_the_adapter_is_read_and_no_other(
         merged.identity.model,
         merged.identity.fingerprint,
     )
-    prompts = [reader.prompt[:110] for reader in models.questions("llama")[:40]]
+    prompts = [reader.prompt[:110] for reader in models.questions(40)]
     probes = models.probes(engine.identity.geometry, 0)
 
     def read(reader: Any) -> Any:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.long
 
 CLOSE = 1e-5  # truth logits, as in tests/parity
 SLOTS = 2
-PROMPT = models.questions("llama")[5].prompt
+PROMPT = models.questions()[5].prompt
 MANY = Sampling(max_tokens=40)
 
 
@@ -268,7 +268,7 @@ def test_an_answer_that_ends_early_is_read_as_far_as_it_went(
 def test_a_written_text_is_read_over_its_last_tokens(
     engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
 ) -> None:
-    prompts, last = [question.prompt for question in models.questions("llama")[2:6]], [5, 1, 9, 3]
+    prompts, last = [question.prompt for question in models.questions()[2:6]], [5, 1, 9, 3]
     every = [probes[site][0] for site in Site]
     scored, read = (
         reader.score(prompts, every, first_token=True, last=last) for reader in (engine, reference)
