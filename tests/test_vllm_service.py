@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,8 +28,8 @@ from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.turn import LEAST_READ
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.kit.forks import Program
-from tests.kit.vllm_programs import run
+from tests.kit import vllm_programs
+from tests.kit.vllm_programs import VARIABLES
 from tests.kit.vllm_service import EAGER, VllmService
 from tests.matching import with_answer
 from tests.running import until
@@ -204,7 +205,10 @@ def test_a_service_whose_vllm_stands_still_waits_for_it_and_ends_with_one_that_d
     def becomes(status: int) -> None:
         until(lambda: httpx.get(f"{served.url}/health/ready", timeout=10).status_code == status, 30)
 
-    with serve(*EAGER, "--stall-s", "5") as served, ThreadPoolExecutor(1) as pool:
+    with (
+        serve(*EAGER, "--stall-s", "5", **vllm_programs.EAGER) as served,
+        ThreadPoolExecutor(1) as pool,
+    ):
         core = engine_of(served)
         os.kill(core, signal.SIGSTOP)
         try:
@@ -237,6 +241,9 @@ def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) 
     data.write_text("\n".join(json.dumps(row) for row in rows))
     for name, engine in (("plain", ()), ("fast", EAGER)):
         command = [
+            sys.executable,
+            "-m",
+            "service.cli",
             "train",
             "--data",
             str(data),
@@ -259,8 +266,12 @@ def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) 
             "depth_mean,first_token",
             *engine,
         ]
-        named = {"HALLUTRACER_BUNDLE": "demo"}  # has no part in it, and is not in its way
-        done = run(Program("service.cli"), command, tmp_path, STARTING_S, **named)
+        named = VARIABLES | {
+            "HALLUTRACER_BUNDLE": "demo"
+        }  # has no part in it, and does not stand in its way
+        done = subprocess.run(
+            command, env=named, capture_output=True, text=True, timeout=STARTING_S
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         for trace in ("Traceback", "Exception ignored", "Task was destroyed"):
             assert trace not in done.stderr, "``AsyncLLM`` must be freed before the program ends"
@@ -298,7 +309,7 @@ def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
     variables |= MAY_CHOOSE | {"HALLUTRACER_THREADS": "1"}
     with (
         ServeProcess(*policies, **variables) as embedded,
-        ServeProcess(*EAGER, *policies, **variables) as vllm,
+        ServeProcess(*EAGER, *policies, **vllm_programs.EAGER, **variables) as vllm,
     ):
         yield {"embedded": embedded, "vllm": vllm}
 

@@ -13,9 +13,14 @@ from tests.kit import forks
 from tests.kit.forks import Program
 from tests.serve_process import PATHS
 
+# Of programs whose model is not compiled: vLLM compiles a few functions all the same, for sampled
+# answers, log probabilities and ranks, which keeps g++ busy for many seconds.
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 # This process's variables are taken before its tests: vLLM sets some for the processes of an engine
 # that a test has here.
-VARIABLES = os.environ | {
+VARIABLES = {
+    **os.environ,
+    **EAGER,
     "PYTHONPATH": PATHS,
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.fleet import two_versions
 from probes_store.store import Store
+from tests.kit import vllm_programs
 from tests.serve_process import MAY_CHOOSE, ServeProcess, serve
 
 EAGER = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
@@ -26,7 +27,9 @@ class VllmService:
 def started(folder: Path) -> Iterator[VllmService]:
     store, _ = two_versions(folder / "store")
     # HALLUTRACER_BUNDLE is the variable that has vLLM end where nothing gates.
-    variables = MAY_CHOOSE | {
+    variables = {
+        **MAY_CHOOSE,
+        **vllm_programs.EAGER,
         "HALLUTRACER_BUNDLE": "demo demo-fused mine@production",
         "HALLUTRACER_STORE": str(folder / "store"),
     }

@@ -1,7 +1,8 @@
 """vLLM's own OpenAI server with the plugin on the demo model; one observes, for all who ask.
 
 It is a fork of a process that has imported vLLM (tests/kit/forks.py), and its processes are forks
-of it, as on CUDA.  ``gated`` (test_gated) is started as by a user of the CPU build."""
+of it, as on CUDA.  The one of ``gated`` (test_gated) and those over two nodes are started as by a
+user of the CPU build."""
 
 from __future__ import annotations
 

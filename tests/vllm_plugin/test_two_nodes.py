@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +20,8 @@ from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
 
-from tests.kit import vllm_programs  # noqa: E402
-from tests.kit.forks import Program  # noqa: E402
 from tests.kit.local_server import free_port  # noqa: E402
+from tests.kit.vllm_programs import VARIABLES  # noqa: E402
 from tests.vllm_plugin.conftest import MODEL, SERVER, serving  # noqa: E402
 
 pytestmark = pytest.mark.long
@@ -44,13 +44,28 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def second_node(folder: Path, *arguments: str, **environment: str) -> Iterator[None]:
-    (script := folder / "node.py").write_text(SCRIPT)
-    options = ["serve", str(MODEL_DIR), "--headless", "--node-rank", "1", *arguments]
-    program = Program(str(script), forks=False)
-    process = vllm_programs.start(program, options, folder, folder / "second", **environment)
+def second_node(
+    folder: Path, *arguments: str, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    script = folder / "vllm"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable,
+        str(script),
+        "serve",
+        str(MODEL_DIR),
+        "--headless",
+        "--node-rank",
+        "1",
+        *arguments,
+    ]
+    variables = VARIABLES | environment
+    with (folder / "second").open("wb") as log:
+        process = subprocess.Popen(
+            command, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
-        yield
+        yield process
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
@@ -74,11 +89,19 @@ def test_a_chat_is_judged_on_two_nodes(tmp_path: Path) -> None:
         "float32",
         "--enforce-eager",
     )
+    core, other = (sorted(os.sched_getaffinity(0)) * 2)[:2]
     both = {"HALLUTRACER_BUNDLE": "demo"}
-    front_end = Program(SERVER, forks=False)  # nor are the second node's: each loads the plugin
+    first, second = f"{core}|{other}", f"{other}|{core}"  # each node takes the first
     with (
-        second_node(tmp_path, *same, **both),
-        serving(tmp_path / "first", *same, *("--node-rank", "0"), program=front_end, **both) as url,
+        second_node(tmp_path, *same, **both, VLLM_CPU_OMP_THREADS_BIND=second),
+        serving(
+            tmp_path / "first",
+            *same,
+            *("--node-rank", "0"),
+            program=SERVER,
+            VLLM_CPU_OMP_THREADS_BIND=first,
+            **both,
+        ) as url,
     ):
         messages = [{"role": "user", "content": QUESTION}]
         answers = {
