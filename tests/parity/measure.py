@@ -378,6 +378,9 @@ def main(argv: Sequence[str]) -> None:
     else:
         start_vllms_processes_by_fork()
         arguments = dict(pair.split("=", 1) for pair in given.argument)
+        if arguments.get("enforce_eager") == "true":
+            # vLLM compiles a few functions all the same, for many seconds; compiled runs have them.
+            torch.compiler.set_stance("force_eager")
         if given.backend == "both":
             arrays = both(
                 given.folder, given.reference or given.folder, given.dtype, given.method, arguments
