@@ -31,9 +31,8 @@ from service.trainer.prepare import collect_rows
 
 READ_S, ANSWER_S = 4.0, 16.0  # about as long prompts are read, and answered
 FIRST_CALL = 8  # rows of the first call
-LONGEST = (
-    1 / 8
-)  # share of the prompts that is timed apart, the longest: a token of theirs takes longer
+# Share of the prompts that is timed apart, the longest: a token of theirs takes longer.
+LONGEST = 1 / 8
 FIT_ROWS = 2000  # most rows of a trial's fits
 REPEATS = 3  # of a timed fit, of which the middle one counts: one may be disturbed
 Clock = Callable[[], float]
