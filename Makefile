@@ -106,7 +106,7 @@ test: lint install vllm clients $(VENV)/.smollm2   ## make lint, mypy --strict, 
 	@{ $(BIN)/mypy && $(MYPY_310); } >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
 		wait $$mypy || { cat $(VENV)/mypy.txt; exit 1; }; exit $$tests
 
-test-long: install vllm clients platforms $(VENV)/.smollm2   ## vLLM in many ways, thousands of generated requests, a soak: an hour on two cores
+test-long: install vllm clients platforms $(VENV)/.smollm2   ## vLLM in many ways, thousands of generated requests, a soak: half an hour on two cores
 	$(BIN)/python -m benchmarks.service_soak --seconds 120
 	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'long and not matrix and not alone' --numprocesses $(LONG_WORKERS)
 	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m alone --numprocesses 0 tests/vllm_plugin/test_platforms.py
