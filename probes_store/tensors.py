@@ -5,6 +5,7 @@ golden prompts or answers.  Arrays from a file are read-only."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -43,7 +44,7 @@ Layout = Mapping[str, tuple[str, str]]  # tensor -> element type, axes
 
 
 @dataclass(frozen=True, eq=False)
-class TensorFile:
+class TensorFile(ABC):
     """The tensors of one file.  Those that may be None are there if the manifest calls for them."""
 
     file = ""  # its name
@@ -78,9 +79,9 @@ class TensorFile:
             tensors.check(manifest)
         return tensors
 
+    @abstractmethod
     def check(self, manifest: Manifest) -> None:
         """Raise BadValue or WrongShape for numbers that the tensors do not take."""
-        raise NotImplementedError
 
     def pack(self) -> bytes:
         """Return safetensors bytes.  Raises WrongShape if an element type would lose something

@@ -98,10 +98,10 @@ def engine_rates(
     calls(others, 0.0, first=1)  # warms the engine
     reading = calls(others, READ_S)[-1]
     token_s = reading.seconds / reading.tokens
-    lengths = [len(prompt) for prompt in ordered]
-    long_s = token_s * sum(lengths[-longest:]) / longest  # of one, at least
+    long_tokens = sum(map(len, long_ones.prompts))
+    long_s = token_s * long_tokens / longest  # of one, at least
     long = calls(long_ones, READ_S, first=max(1, min(FIRST_CALL, int(2 * READ_S / long_s))))[-1]
-    share = sum(lengths[-longest:]) / sum(lengths)
+    share = long_tokens / sum(map(len, ordered))
     rates = Rates((1 - share) * token_s + share * long.seconds / long.tokens, 0.0)
     if options.answers == "given":
         return rates
