@@ -67,7 +67,7 @@ class ScriptedEngine:
         self.counters = Counters()
         self.max_batch_tokens = 8192
         self.torch_model = None
-        self.special_tokens, self.reads_answers = ("<|end|>",), True
+        self.special_tokens, self.reads_answers, self.answer_bytes = ("<|end|>",), True, 0
         self.identity = ModelIdentity(
             model=model,
             revision="local",

@@ -45,15 +45,15 @@ def runs(text: str) -> set[tuple[str, ...]]:
 
 @pytest.fixture(scope="module")
 def training_texts() -> list[str]:
-    files = sorted((ROOT / "service" / "data" / "forms").glob("*.toml"))
+    forms = ROOT / "service" / "data" / "forms"
+    files = sorted(forms.glob("*.toml"))
     assert len(files) >= 3
     texts = [
         text for file in files for text in texts_in(tomllib.loads(file.read_text(encoding="utf-8")))
     ]
-    return (
-        texts
-        + (ROOT / "tests" / "data" / "no_fact_prompts.txt").read_text(encoding="utf-8").splitlines()
-    )
+    for path in (forms / "requests.txt", ROOT / "tests" / "data" / "no_fact_prompts.txt"):
+        texts += path.read_text(encoding="utf-8").splitlines()
+    return texts
 
 
 def test_no_text_is_one_to_train_on_or_shares_five_words_in_a_row_with_one(

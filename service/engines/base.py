@@ -323,6 +323,8 @@ class LoadedModel(Protocol):
     max_batch_tokens: int  # padded, in one forward pass
     special_tokens: tuple[str, ...]  # of the tokenizer, as they are spelt
     reads_answers: bool  # whether it reads an answer's own tokens
+    # keys and values that a call with answers allocates, at most; 0 where they have their memory
+    answer_bytes: int
 
     @property
     def torch_model(self) -> TorchModel | None:

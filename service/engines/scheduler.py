@@ -66,7 +66,7 @@ class Scheduled(WithTokens):
         self.batch, self._clock = batch, clock
         self.identity, self.counters = batch.identity, batch.counters
         self.max_batch_tokens: int = batch.max_batch_tokens
-        self.reads_answers = batch.reads_answers
+        self.reads_answers, self.answer_bytes = batch.reads_answers, batch.answer_bytes
         self.check, self.prepared = batch.check, batch.prepared
         # While prompts are being served, these run between turns.
         self._score = self._between_turns(batch.score)

@@ -14,12 +14,13 @@ from typing import Literal
 
 from service.judging.passages import has_passage, text_of
 
-Asks = Literal["small_talk", "task", "plain", "inside", "several", "earlier"]
+Asks = Literal["small_talk", "task", "plain", "inside", "elsewhere", "several", "earlier"]
 """``small_talk``: greetings, thanks, words about user and assistant.  ``task``: a request to write,
 translate or sort something, in which no word asks for a fact.  ``plain``: one other question or
 request, which the probe can read itself.
-``inside``: words that may contain a question.  ``several``: more than one question.  ``earlier``:
-it calls for the answer to an earlier message, which got none."""
+``inside``: words that may contain a question.  ``elsewhere``: a question may stand in another
+message, or in what was not read.  ``several``: more than one question.  ``earlier``: it calls for
+the answer to an earlier message, which got none."""
 
 # characters of a text, and of a sentence, half of them from its end
 LONGEST_READ, LONGEST_SENTENCE = 4000, 400
@@ -462,7 +463,7 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
         (index for index in range(len(turns) - 1, -1, -1) if turns[index][0] == "user"), None
     )
     if last is None:
-        return "inside"
+        return "elsewhere"
     request, before = turns[last][1], turns[:last]
     spoke = max(
         (index + 1 for index, (role, text) in enumerate(before) if role == "assistant" and text),
@@ -503,13 +504,15 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
     begun = any(role == "assistant" for role, _ in turns[last + 1 :])
     cut = len(text_of(known[last].get("content"))) > LONGEST_READ  # its middle was not read
     if held or begun or refers or cut or not re.search(r"\w", request):
-        return "inside"
+        return "elsewhere"
     if closes or _is_small_talk(request):
         return "small_talk"
     calls = bool(waiting) and (
         len(re.findall(r"\w+", request)) < OWN_REQUEST - 1 or bool(_CALLS.search(request))
     )
-    if calls or _may_hold(request, alone=len(turns) == 1):
+    if calls:
+        return "elsewhere"
+    if _may_hold(request, alone=len(turns) == 1):
         return "inside"
     return "task" if _TASK.match(request) else "plain"
 

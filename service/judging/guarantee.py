@@ -78,15 +78,19 @@ class Standing:
         probe must not decide.
 
         If the words of a lone request are not clear, only a bundle that was trained on lone
-        questions in other words decides.  A message that refers to earlier ones would look like
-        small talk to the probe."""
+        questions in other words decides.  Where words may contain a question, or a conversation
+        came before, its probability has to be lower.  A question that stands elsewhere, or an
+        earlier one that is still open, would look like small talk to the probe."""
         limit = None if manifest.context is None else manifest.context.applicability
         if limit is None or self.shape is None or self.other_rendering:
             return 0.0
-        alone = manifest.training.reworded is not None and self.shape.turns == "0"
-        if self.shape.asks in ("small_talk", "task") or (self.shape.asks == "plain" and alone):
+        reworded, asks = manifest.training.reworded is not None, self.shape.asks
+        alone = reworded and self.shape.turns == "0"
+        if asks in ("small_talk", "task") or (asks == "plain" and alone):
             return limit.threshold
-        return min(limit.threshold, SURE) if self.shape.asks == "plain" else 0.0
+        if reworded and asks in ("plain", "inside"):
+            return min(limit.threshold, SURE_REWORDED)
+        return min(limit.threshold, SURE) if asks == "plain" else 0.0
 
 
 UNKNOWN = Standing()
@@ -123,6 +127,9 @@ def _other_script(manifest: Manifest, shape: Shape) -> str | None:
 SURE = 1e-4
 """The P(asks) below which a prompt asks for no fact even if its words are not clear: of held-out
 key words ("capital of x") at most 0.6 % lie below it on two real models (benchmarks/LOG.md)."""
+SURE_REWORDED = 3e-3
+"""The same under a bundle that was trained on questions in other words and inside tasks: below it
+lie TODO of held-out questions inside tasks."""
 
 
 SHAPES = tuple(Shape(*values) for values in product(get_args(Turns), (False, True), (False, True)))

@@ -27,6 +27,7 @@ from service.progress import Report, note
 from service.settings import DEFAULT_STORE
 
 MINUTES = "minutes.json"  # in the run folder: how many questions --minutes chose
+THREADS = "threads.json"  # in the run folder: how many threads its first call chose
 BANK_ANSWER_TOKENS = 24  # the bank's questions have short answers
 
 if TYPE_CHECKING:
@@ -312,6 +313,8 @@ def run_training(
 
     folders = [options.folder]
     engine = replace(engine, template_arguments=options.template_arguments)
+    if threads is None and engine.engine == "transformers" and "OMP_NUM_THREADS" not in os.environ:
+        threads = _threads_of(options.folder, report)
     began = time.monotonic()
 
     def load() -> LoadedEngine:
@@ -329,6 +332,32 @@ def run_training(
         options, load, store, console=console, probe=probe, began_in=folders.append, measure=True
     )
     return Trained(bundle, folders[-1], store.where, figures_of(bundle.evaluation()))
+
+
+def _threads_of(folder: Path, report: Report) -> int:
+    """Return the number of threads that reads every row of a run: what its first call found to be
+    fastest.
+
+    The last bits of a reading depend on it, and so does the bundle's digest."""
+    path = folder / THREADS
+    try:
+        threads = json.loads(path.read_text(encoding="utf-8"))["threads"]
+    except (OSError, ValueError, KeyError, TypeError):
+        threads = None
+    if isinstance(threads, int) and threads >= 1:
+        return threads
+    from joblib import cpu_count
+
+    from service.engines.transformers.threads import threads_that_pay
+
+    threads = threads_that_pay(cpu_count())
+    atomic_write(path, (json.dumps({"threads": threads}) + "\n").encode())
+    if threads < cpu_count():
+        report(
+            f"the model runs on {threads} of {cpu_count()} CPU threads, which is fastest now, in"
+            f" the whole run; --threads N sets another number"
+        )
+    return threads
 
 
 def _given(loaded: LoadedEngine) -> LoadedEngine:

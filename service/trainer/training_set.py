@@ -32,7 +32,7 @@ from service.data.forms.crossed import (
     training_families,
 )
 from service.data.forms.several import no_fact_rows, several_rows
-from service.data.forms.tasks import task_rows
+from service.data.forms.tasks import task_rows, written_rows
 from service.data.judges import normalise, parts_of
 from service.data.run_folder import IN_FORMS
 from service.data.training_rows import Dataset, Row, missing_groups, read_dataset
@@ -55,11 +55,12 @@ WITH_OWN_ANSWERS = ("turn_own", "turns_own")
 # patterns are for the judge alone: no passage or earlier message states them
 ANSWERS, PATTERNS = "answers", "patterns"
 # requests that ask for no fact: a share of the questions, and a least number
-TASKS, LEAST_TASKS = 0.15, 200
+TASKS, LEAST_TASKS = 0.25, 240
 FIRST = "first"  # folder of a first bundle's rows
 FIRST_ROWS, LEAST_FOR_FIRST = 1000, 3000  # of a first bundle, and of a run that has one
 MEASURED_TASKS = 120  # of them, whose mean length stands for all
-LIKE_QUESTIONS = 1 / 3  # share of these requests that look like questions: key words and follow-ups
+# shares of these requests: written one by one; looking like questions, as key words and follow-ups
+WRITTEN, LIKE_QUESTIONS = 2 / 5, 1 / 5
 REWORDED, WORDINGS_EACH = 0.25, 3  # share of the questions that are reworded, and wordings of each
 # share of the questions that are also asked among others, as follow-ups or inside a task
 SEVERAL = 0.16
@@ -343,10 +344,15 @@ def no_fact_count(questions: int) -> int:
 
 
 def _no_fact_requests(count: int, seed: int, fits: Fits) -> list[dict[str, Any]]:
-    """Return so many requests that ask for no fact, less those that the model cannot take."""
-    alike = round(LIKE_QUESTIONS * count)
-    tasks = [*task_rows(count - alike, seed), *no_fact_rows(alike, (), seed)]
-    return [row for row in tasks if fits.takes(row["messages"])]
+    """Return up to so many requests that ask for no fact, without those that the model cannot
+    take."""
+    alike, written = round(LIKE_QUESTIONS * count), round(WRITTEN * count)
+    requests = [
+        *task_rows(count - alike - written, seed),
+        *no_fact_rows(alike, (), seed),
+        *written_rows(written, seed),
+    ]
+    return [row for row in requests if fits.takes(row["messages"])]
 
 
 class SamplePrompts(NamedTuple):

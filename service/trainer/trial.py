@@ -38,6 +38,7 @@ from service.trainer.training_set import (
 from service.trainer.volume import Sampled, Volume, as_they_are, sampled
 
 JOINT_BYTES = 20  # of each activation while all layers are fitted together: two copies, one float64
+KV_COPIES = 1.5  # of keys and values, while answers grow (benchmarks/LOG.md)
 # Seconds of an idle core (benchmarks/LOG.md), times the slowdown that the trial measures.
 AFTER_S = 3.5  # plots, golden prompts and publishing of any run
 ROW_S = 4e-4  # intervals and scores of the nested evaluation, for each row and seed
@@ -137,8 +138,9 @@ def estimated(
         disk += 4 * volume.training_rows * geometry.num_layers * geometry.width(site)
     joint = site is Site.ATTENTION_HEAD and (options.evaluate or options.scale == "joint")
     together = volume.fitted_rows * geometry.num_layers * geometry.dim(site) * JOINT_BYTES
+    answers_of_a_call = KV_COPIES * engine.answer_bytes if volume.answered_rows else 0.0
     peak, now, workers = memory_of()
-    memory = max(peak, now + (together if joint else 0.0)) + workers
+    memory = max(peak, now + answers_of_a_call, now + (together if joint else 0.0)) + workers
     fitting_s = fitting_seconds(volume, rates, options, engine)
     left_s = reading_s * (1 - done) + sampling_s * (1 - sampled_before)
     return Estimate(left_s, fitting_s, memory, disk)

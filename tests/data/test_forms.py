@@ -22,7 +22,7 @@ from service.data.forms import (
     is_one_message,
     read_model_answers,
 )
-from service.data.forms.tasks import TASKS, task_rows
+from service.data.forms.tasks import TASKS, task_rows, written_rows
 from service.errors import DataError, HalluTracerError
 from tests.command_line import run
 from tests.kit.chats import turns
@@ -276,6 +276,21 @@ def test_company_has_its_share() -> None:
     assert max(len(row["messages"]) for row in ROWS) >= 17
 
 
+def test_written_requests_are_each_its_own() -> None:
+    rows = written_rows(10_000)
+    texts = list(map(last, rows))
+    assert len(rows) == len(set(map(str.lower, texts))) > 900
+    assert all(text == text.strip() and 0 < len(text) < 400 for text in texts)
+    openings = Counter(" ".join(text.lower().split()[:3]) for text in texts)
+    assert openings.most_common(1)[0][1] <= 4, "a template shows its own words"
+    few = written_rows(50, 3)
+    assert few == written_rows(50, 3) != written_rows(50, 4)
+    assert len({row["group"] for row in few}) == len({row["id"] for row in few}) == 50
+    assert {(row["kind"], row["form"], row["applies"]) for row in few} == {
+        ("task/written", "task", False)
+    }
+
+
 @pytest.mark.parametrize("name", ["no_fact_prompts.txt", "fact_prompts.txt"])
 def test_what_is_measured_on_is_not_generated(name: str) -> None:
     def plain(text: str) -> str:
@@ -286,7 +301,7 @@ def test_what_is_measured_on_is_not_generated(name: str) -> None:
     made = {
         plain(one["content"])
         for seed in range(3)
-        for row in task_rows(3000, seed)
+        for row in (*task_rows(3000, seed), *written_rows(10_000))
         for one in row["messages"]
     }
     assert made.isdisjoint(map(plain, prompts))

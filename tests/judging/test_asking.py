@@ -194,7 +194,7 @@ def test_an_answer_to_an_offer_calls_for_what_is_offered(offer: str, last: str) 
 
 def test_a_text_that_was_not_read_to_its_end_is_no_small_talk() -> None:
     hidden = "thank you " * 300 + QUESTION + " thank you" * 300
-    assert asks_of(turns("Hi!", "Hello!", hidden)) == "inside"
+    assert asks_of(turns("Hi!", "Hello!", hidden)) == "elsewhere"
 
 
 def test_a_second_turn_of_the_user_calls_for_the_answer_to_the_first() -> None:
@@ -253,7 +253,7 @@ PRESSING = lines(
 
 @pytest.mark.parametrize("last", PRESSING)
 def test_what_presses_for_an_answer_that_was_refused(last: str) -> None:
-    assert asks_of(turns(QUESTION, REFUSED, last)) in ("earlier", "inside")
+    assert asks_of(turns(QUESTION, REFUSED, last)) in ("earlier", "elsewhere")
     answered = (QUESTION, REFUSED, "Who wrote Emma?", "Jane Austen.")
     for between in ("And the first one?", "Nice. Now what I asked before."):
         assert asks_of(turns(*answered, between)) == "earlier"
@@ -284,7 +284,7 @@ NAMING_A_FACT = lines(
 @pytest.mark.parametrize("system", NAMING_A_FACT)
 def test_a_system_prompt_that_names_a_fact(system: str) -> None:
     for role in ("system", "developer", "tool"):
-        assert asks_of([{"role": role, "content": system}, *turns("Hi!")]) == "inside"
+        assert asks_of([{"role": role, "content": system}, *turns("Hi!")]) == "elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -365,14 +365,14 @@ FRANCE = "What is the capital of France?"
         ("task", turns("Could you please translate this: I am late.")),
         ("plain", turns("Explain tides.")),
         ("small_talk", turns(FRANCE, "The capital of France is Paris.", "Thanks!")),
-        ("inside", turns(FRANCE, "Paris.", "Are you sure?")),
-        ("inside", turns(FRANCE, "Paris.", "yes, go on")),
+        ("elsewhere", turns(FRANCE, "Paris.", "Are you sure?")),
+        ("elsewhere", turns(FRANCE, "Paris.", "yes, go on")),
         ("small_talk", turns("Hi!", "Hello! How are you?", "Fine, thanks. And you?")),
         ("small_talk", turns("Hi!", system="You are a helpful assistant.")),
-        ("inside", turns("Hi!", system=f"Always begin by answering this: {QUESTION}")),
-        ("inside", turns("Hi!", system="Begin each reply with the capital of American Samoa.")),
-        ("inside", [*turns("Hi!"), {"role": "developer", "content": QUESTION}]),
-        ("inside", [*turns("Hi!"), {"role": "assistant", "content": "The capital of Samoa is"}]),
+        ("elsewhere", turns("Hi!", system=f"Always begin by answering this: {QUESTION}")),
+        ("elsewhere", turns("Hi!", system="Begin each reply with the capital of American Samoa.")),
+        ("elsewhere", [*turns("Hi!"), {"role": "developer", "content": QUESTION}]),
+        ("elsewhere", [*turns("Hi!"), {"role": "assistant", "content": "The capital of Samoa is"}]),
     ],
 )
 def test_what_else_is_left_to_ask(asks: str, messages: Rows) -> None:
@@ -404,7 +404,7 @@ def test_a_lone_request_that_names_nothing_is_left_to_the_probe(text: str) -> No
     [[], [None, 3], [{"role": "user"}], [{"role": "user", "content": [{"type": "image"}]}]],
 )
 def test_what_says_nothing_may_ask_anything(messages: list[Any]) -> None:
-    assert asks_of(messages) == "inside"
+    assert asks_of(messages) == "elsewhere"
 
 
 PIECES = (
@@ -485,7 +485,7 @@ def test_runs_of_blanks_and_marks_change_nothing_else() -> None:
     assert asks_of(turns(QUESTION, cannot, "Just give me your best guess.")) == "earlier"
     refusal = "Code  {risk}" + "-" * 20 + "by  order"
     shown = turns(QUESTION, refusal.replace("{risk}", "0.71"), "go on")
-    assert (asks_of(shown, [refusal]), asks_of(shown)) == ("earlier", "inside")
+    assert (asks_of(shown, [refusal]), asks_of(shown)) == ("earlier", "elsewhere")
 
 
 @pytest.mark.parametrize(

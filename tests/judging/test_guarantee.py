@@ -135,7 +135,7 @@ def test_what_no_message_should_be_is_nothing_said(messages: list[Any]) -> None:
     shape = shape_of(messages)
     assert replace(shape, asks="plain") == ALONE
     # What has no words may hold anything.
-    assert (shape.asks == "inside") is ("Who?" not in str(messages))
+    assert (shape.asks == "elsewhere") is ("Who?" not in str(messages))
 
 
 def test_parts_are_one_text() -> None:

@@ -395,7 +395,7 @@ AGAIN = [
     *ASKED,
 ]
 CHAT, BATCH, EITHER = "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations"
-NOTHING = Shape("0", passage=False, system=False, asks="inside")
+NOTHING = Shape("0", passage=False, system=False, asks="elsewhere")
 FIRST, SECOND = Shape("0", passage=False, system=False), Shape("1", passage=False, system=True)
 
 

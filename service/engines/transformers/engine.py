@@ -101,6 +101,7 @@ class TransformersEngine(WithTokens):
             self._device.type, 8192
         )
         self.max_decode_tokens = max(self.max_batch_tokens, hooks.tokens_worth_the_weights(model))
+        self.answer_bytes = self.max_decode_tokens * hooks.kv_bytes(model)
         self.end_tokens = hooks.end_tokens(model)
         self._grammars = Grammars(tokenizer, self._vocabulary, self.end_tokens)
         self.prepared = self._grammars.prepared

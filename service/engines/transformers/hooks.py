@@ -284,17 +284,19 @@ def longest_in_chunks(config: Any, *, whole: bool) -> float:
     )
 
 
+def kv_bytes(model: Any) -> int:
+    """Return how many bytes the keys and values of a token take, in all layers."""
+    shape = geometry(model.config)
+    kv_heads = getattr(text_config(model.config), "num_key_value_heads", None) or shape.num_heads
+    element: int = next(model.parameters()).element_size()
+    return 2 * shape.num_layers * int(kv_heads) * shape.head_dim * element
+
+
 def tokens_worth_the_weights(model: Any) -> int:
     """Return how many tokens' keys and values are as large as the weights: larger batches cost
     twice."""
-    shape = geometry(model.config)
-    kv_heads = getattr(text_config(model.config), "num_key_value_heads", None) or shape.num_heads
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    element = next(model.parameters()).element_size()
-    return min(
-        MAX_DECODE_TOKENS,
-        int(weights // (2 * shape.num_layers * kv_heads * shape.head_dim * element)),
-    )
+    return min(MAX_DECODE_TOKENS, int(weights // kv_bytes(model)))
 
 
 def context_length(config: Any) -> int:

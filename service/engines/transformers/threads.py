@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ PATIENCE = 25
 # neighbours one is enough.
 SLOWER = 1.2
 RECENT = 3  # the median of so many passes counts, so one slow pass changes nothing
+TRIAL_ROWS, TRIAL_WIDTH, TRIAL_PRODUCTS = 256, 1024, 40  # of the products of a trial
+Clock = Callable[[], float]
 
 
 class Timings:
@@ -89,14 +92,42 @@ class Timings:
         return index if 0 <= index <= last else max(0, min(last, self.best - step))
 
 
+def threads_that_pay(most: int, clock: Clock = time.perf_counter) -> int:
+    """Return the number of threads, one of 1, 2, 4 .. ``most``, at which products of matrices as a
+    small model has them are fastest at this moment.  Torch's own number is not changed."""
+    before = torch.get_num_threads()
+    rows, weights = torch.ones(TRIAL_ROWS, TRIAL_WIDTH), torch.ones(TRIAL_WIDTH, TRIAL_WIDTH)
+
+    def seconds(count: int) -> float:
+        torch.set_num_threads(count)
+        rows @ weights  # starts the threads
+        began = clock()
+        for _ in range(TRIAL_PRODUCTS):
+            rows @ weights
+        return clock() - began
+
+    try:
+        tries = [[seconds(count) for count in _counts(most)] for _ in range(RECENT)]
+    finally:
+        torch.set_num_threads(before)
+    medians = [statistics.median(column) for column in zip(*tries, strict=True)]
+    fast = (median <= GRACE * min(medians) for median in medians)
+    return next(count for count, pays in zip(_counts(most), fast, strict=True) if pays)
+
+
+def _counts(most: int) -> tuple[int, ...]:
+    """Return 1, 2, 4 .. ``most``."""
+    return tuple(
+        sorted({1 << power for power in range(most.bit_length()) if 1 << power < most} | {most})
+    )
+
+
 class AdaptiveThreads:
     """Sets torch's number of threads for each forward pass of ``model``, to one of 1, 2, 4 ..
     ``most``."""
 
     def __init__(self, model: Any, most: int) -> None:
-        self._counts = tuple(
-            sorted({1 << power for power in range(most.bit_length()) if 1 << power < most} | {most})
-        )
+        self._counts = _counts(most)
         # a size that was not seen yet begins with what was best for another
         self._latest = len(self._counts) - 1
         self._sizes: dict[int, Timings] = {}

@@ -96,6 +96,7 @@ class VllmEngine(WithTokens):
     scores_overtake_answers = False
     waited_for_cpu_s = 0.0  # its processes are not looked at
     torch_model = None  # the modules are in vLLM's processes
+    answer_bytes = 0  # vLLM allocates all keys and values when it starts
     _request_numbers = count()  # of all engines, several of which may be around one ``AsyncLLM``
 
     def __init__(

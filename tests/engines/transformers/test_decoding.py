@@ -580,3 +580,11 @@ def test_an_answer_whose_recurrent_state_is_half_changed_is_not_gone_on_with() -
     for number in (0, 2):
         list(streams[number])
         assert continuations[number].completion.token_ids == answers[number]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+def test_a_token_keeps_as_many_bytes_as_the_estimate_of_a_run_counts(name: str) -> None:
+    model = tiny.modules(tiny.shared_engine(name)).model
+    cache = model(input_ids=torch.tensor(tiny.prompts([20])), use_cache=True).past_key_values
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert hooks.kv_bytes(model) * 20 == kept

@@ -13,7 +13,12 @@ import torch
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
-from service.engines.transformers.threads import PATIENCE, AdaptiveThreads, Timings
+from service.engines.transformers.threads import (
+    PATIENCE,
+    AdaptiveThreads,
+    Timings,
+    threads_that_pay,
+)
 from service.library.engine import load_engine
 from tests.engines import tiny
 
@@ -72,6 +77,22 @@ def test_noise_does_not_decide_and_threads_that_do_not_pay_are_not_taken() -> No
     run(timings, counts, HALVES_OF_ONE_CORE, 500, 0.005)
     used = run(timings, counts, HALVES_OF_ONE_CORE, 500, 0.005)
     assert used.count(1) >= (1 - 2 / PATIENCE) * 500
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(QUIET, 8), (TWO_BUSY_NEIGHBOURS, 1)])
+def test_a_trial_chooses_the_threads_of_a_whole_run(
+    seconds: dict[int, float], expected: int
+) -> None:
+    now, before = 0.0, torch.get_num_threads()
+
+    def clock() -> float:
+        nonlocal now
+        now += seconds[torch.get_num_threads()]
+        return now
+
+    assert threads_that_pay(8, clock) == expected
+    assert threads_that_pay(1, clock) == 1
+    assert torch.get_num_threads() == before
 
 
 def test_each_pass_has_its_threads_and_the_process_keeps_its_own() -> None:
