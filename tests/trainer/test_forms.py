@@ -133,19 +133,19 @@ def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: Mixed) -> Non
     worded, among = (list(filter(kind, asking)) for kind in (reworded, among_others))
     once = asked_once(asking)
     # 12 of the 240 questions are set aside, 38 are asked again among others.
-    assert (len(once), len(worded), len(among), len(tasks)) == (228, 174, 38, 200)
-    assert len(mixed.train) == 640
+    assert (len(once), len(worded), len(among), len(tasks)) == (228, 174, 38, 240)
+    assert len(mixed.train) == 680
     assert all(row["form"] == "task" and row["applies"] is False for row in tasks)
     assert len(forms_met(once)) > 20
     lone = read_lines(mixed.folder / "run" / "train-said" / "answers.jsonl")
     own = next(row for row in once if row["form"] == "turn_own")
     assert own["messages"][1]["content"] in {row["answer"] for row in lone}
     data, count, counts = mixed.bundle.evaluation()["data"], len(asking), forms_met(asking)
-    assert data["forms"] == counts | Counter(task=200)
-    assert (data["rows"], data["others"]) == (count, 200)
+    assert data["forms"] == counts | Counter(task=240)
+    assert (data["rows"], data["others"]) == (count, 240)
     assert data["factual"] + data["hallucinated"] + data["left_out"] == count
     mixed.console.line(
-        f"{count} rows of rows.jsonl in {len(counts)} forms, and 200 requests that ask for no fact"
+        f"{count} rows of rows.jsonl in {len(counts)} forms, and 240 requests that ask for no fact"
     )
     group = {row["id"]: row["group"] for row in questions()}
     for row in asking:
@@ -346,7 +346,7 @@ def test_what_is_too_long_for_the_model_takes_another_form(tmp_path: Path) -> No
     counts = forms_met(in_forms(tmp_path))
     assert not {"context_1k", "context_4k"} & set(counts)
     assert sum(count for name, count in counts.items() if name in FORMS) == 228
-    assert 0 < counts["task"] < 200
+    assert 0 < counts["task"] < 240
     assert "context_1k" in console.line("beyond the model's 150 tokens")
 
 
