@@ -1,7 +1,6 @@
 """A scripted engine whose rows carry a planted signal, and the data that go with it.
 
-A prompt's word, "known" or "hidden", gives the sign that is added to some heads of every layer.
-Can be run as a program, to be killed: ``python -m tests.fitting.planted OPTIONS_JSON``."""
+A prompt's word, "known" or "hidden", gives the sign that is added to some heads of every layer."""
 
 from __future__ import annotations
 
@@ -9,20 +8,16 @@ import hashlib
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.store import Store
-from service.data import collection
 from service.data.training_rows import Dataset, read_dataset
 from service.engines.base import Completion, Extraction, Sampling, TokenIds
 from service.readout import Geometry, Site
-from service.trainer.options import TrainOptions
-from tests.kit.rows import Options, Rows
+from tests.kit.rows import Rows
 from tests.scripted_engine import ScriptedEngine
 
 GEOMETRY = Geometry(num_layers=4, num_heads=3, head_dim=8, hidden_size=20)
@@ -124,22 +119,3 @@ def dataset_of(
 ) -> Dataset:
     """The rows, read from ``folder / "rows.jsonl"``."""
     return read_dataset(write_rows(folder / "rows.jsonl", rows), labels, folds=folds)
-
-
-def main() -> None:
-    """Train with the options of the first argument; ``kill_at`` stops the process without a
-    word."""
-    from service.trainer.run import train
-
-    given = json.loads(sys.argv[1])
-    engine = PlantedEngine()
-    collection.ANSWERED_TOGETHER = 64  # several calls, to be killed between
-    engine.kill_at = given.pop("kill_at", None)
-    store = Store(Path(given.pop("store")))
-    paths: Options = {"data": (given.pop("data"),), "run_dir": Path(given.pop("run_dir"))}
-    given["seeds"] = tuple(given["seeds"])
-    train(TrainOptions(**paths, **given), lambda: engine, store, console=Quiet())
-
-
-if __name__ == "__main__":
-    main()
