@@ -83,7 +83,10 @@ def task_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     for number, task in enumerate(tasks):
         request = _new(draw, task, seen)
         name = f"task/{task.name}"
-        row = {"id": f"{name}/{number}", "messages": _conversation(draw, task, request)}
+        row = {
+            "id": f"{name}/{number}",
+            "messages": _conversation(draw, request.text, follows=task.follows),
+        }
         rows.append(
             row
             | {
@@ -97,17 +100,18 @@ def task_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def written_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return rows of up to ``count`` requests that were written one by one and stand alone; the
-    same seed and count give the same.
+    """Return rows of up to ``count`` requests that were written one by one, alone and in
+    conversations as those of ``task_rows``; the same seed and count give the same.
 
     No wording is used twice, so a probe learns from them what a request asks for, not its words:
     of forty requests of other authors it recognised 36 with them, and 33 without them
     (benchmarks/LOG.md)."""
-    texts = random.Random(f"{seed} written").sample(WRITTEN, min(count, len(WRITTEN)))
+    draw = random.Random(f"{seed} written")
+    texts = draw.sample(WRITTEN, min(count, len(WRITTEN)))
     return [
         {
             "id": f"task/written/{number}",
-            "messages": [{"role": "user", "content": text}],
+            "messages": _conversation(draw, text, follows=False),
             "group": f"task/written/{text}",
             "kind": "task/written",
             "form": "task",
@@ -126,12 +130,12 @@ def _new(draw: random.Random, task: Task, seen: set[str]) -> TaskRequest:
     return request
 
 
-def _conversation(draw: random.Random, task: Task, request: TaskRequest) -> list[Message]:
-    if not task.follows and draw.random() < ALONE:
-        return [{"role": "user", "content": request.text}]
-    forms = chosen(BEFORE_FOLLOW_UP if task.follows else AROUND)
+def _conversation(draw: random.Random, request: str, *, follows: bool) -> list[Message]:
+    if not follows and draw.random() < ALONE:
+        return [{"role": "user", "content": request}]
+    forms = chosen(BEFORE_FOLLOW_UP if follows else AROUND)
     question = Question(
-        id="", text=request.text, answer="", model_answer="", statement="", group="", kind="task"
+        id="", text=request, answer="", model_answer="", statement="", group="", kind="task"
     )
     pool = draw.sample(TURNS["asked"], len(TURNS["asked"]))
     neighbours = [
