@@ -388,7 +388,9 @@ def test_a_prompt_that_asks_for_no_fact_decodes_behind_a_gate_for_all(
         )
 
 
-@pytest.mark.parametrize("asks", ["inside", "elsewhere", "several", "earlier", "plain", None])
+@pytest.mark.parametrize(
+    "asks", ["inside", "beside", "elsewhere", "several", "earlier", "plain", None]
+)
 def test_no_fact_counts_only_where_nothing_is_left_to_ask(
     tmp_path: Path, script: ScriptedEngine, asks: Asks | None
 ) -> None:
@@ -420,7 +422,7 @@ def test_a_bundle_of_reworded_questions_tells_small_talk_in_any_words_where_it_s
     assert reworded.context is not None
     assert reworded.context.applicability is not None
     limit = reworded.context.applicability.threshold
-    sure = min(limit, SURE_REWORDED)
+    sure, beside = (min(limit, SURE_REWORDED[asks]) for asks in ("inside", "beside"))
     assert limit > SURE
     assert sure > SURE
     for turns, asks, manifest, expected in (
@@ -428,6 +430,7 @@ def test_a_bundle_of_reworded_questions_tells_small_talk_in_any_words_where_it_s
         ("0", "task", reworded, limit),
         ("0", "inside", reworded, sure),
         ("1", "inside", reworded, sure),
+        ("0", "beside", reworded, beside),
         ("0", "elsewhere", reworded, 0.0),
         ("0", "several", reworded, 0.0),
         ("1", "earlier", reworded, 0.0),
@@ -435,6 +438,7 @@ def test_a_bundle_of_reworded_questions_tells_small_talk_in_any_words_where_it_s
         ("1", "small_talk", reworded, limit),
         ("0", "plain", bundle.manifest, SURE),
         ("0", "inside", bundle.manifest, 0.0),
+        ("0", "beside", bundle.manifest, 0.0),
         ("0", "small_talk", bundle.manifest, limit),
     ):
         standing = Standing(Shape(turns, passage=False, system=False, asks=asks))

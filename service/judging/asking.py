@@ -14,13 +14,14 @@ from typing import Literal
 
 from service.judging.passages import has_passage, text_of
 
-Asks = Literal["small_talk", "task", "plain", "inside", "elsewhere", "several", "earlier"]
+Asks = Literal["small_talk", "task", "plain", "inside", "beside", "elsewhere", "several", "earlier"]
 """``small_talk``: greetings, thanks, words about user and assistant.  ``task``: a request to write,
 translate or sort something, in which no word asks for a fact.  ``plain``: one other question or
 request, which the probe can read itself.
-``inside``: words that may contain a question.  ``elsewhere``: a question may stand in another
-message, or in what was not read.  ``several``: more than one question.  ``earlier``: it calls for
-the answer to an earlier message, which got none."""
+``inside``: words that may contain a question.  ``beside``: a question among other sentences, or
+behind a colon or in quotation marks.  ``elsewhere``: a question may stand in another message, or in
+what was not read.  ``several``: more than one question.  ``earlier``: it calls for the answer to an
+earlier message, which got none."""
 
 # characters of a text, and of a sentence, half of them from its end
 LONGEST_READ, LONGEST_SENTENCE = 4000, 400
@@ -512,9 +513,8 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
     )
     if calls:
         return "elsewhere"
-    if _may_hold(request, alone=len(turns) == 1):
-        return "inside"
-    return "task" if _TASK.match(request) else "plain"
+    held = _held(request, alone=len(turns) == 1)
+    return held or ("task" if _TASK.match(request) else "plain")
 
 
 def questions(text: str) -> int:
@@ -581,23 +581,24 @@ def _may_ask(text: str) -> bool:
     return any(_NAMES_FACT.search(part) and not _STATES_FACT.search(part) for part in parts)
 
 
-def _may_hold(request: str, *, alone: bool) -> bool:
-    """Return whether a message may contain a question, or name a fact, among other words.
+def _held(request: str, *, alone: bool) -> Literal["inside", "beside"] | None:
+    """Return how a message may contain a question, or name a fact, among other words; None if it
+    does not.
 
     ``alone``: no other message says what it is about."""
     parts = [part for line in request.splitlines() for part in _sentences(line)]
     if _OPEN_END.search(request):
-        return True
+        return "inside"
     if len(parts) == 1 and _BEGINS.match(parts[0]) and not re.search(r"[:\"`]", parts[0]):
-        return False  # only a question, which the probe can read
+        return None  # only a question, which the probe can read
     marked = [part for part in parts if part[-1] in _MARKS]
     asking = [part for part in marked if not _TO_PEOPLE.search(part)]
     if asking and (len(parts) > 1 or re.search(r"[:\"'`\u201c]", asking[0])):
-        return True
+        return "beside"
     to_people = all(_TO_PEOPLE.search(part.rpartition(":")[2]) for part in marked)
     if alone and to_people and _names_nothing(request):
-        return False
-    return any(_INSIDE.search(part) for part in parts)
+        return None
+    return "inside" if any(_INSIDE.search(part) for part in parts) else None
 
 
 def _names_nothing(request: str) -> bool:

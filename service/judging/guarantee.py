@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from probes_store.manifest import Manifest
@@ -88,8 +89,8 @@ class Standing:
         alone = reworded and self.shape.turns == "0"
         if asks in ("small_talk", "task") or (asks == "plain" and alone):
             return limit.threshold
-        if reworded and asks in ("plain", "inside"):
-            return min(limit.threshold, SURE_REWORDED)
+        if reworded:
+            return min(limit.threshold, SURE_REWORDED.get(asks, 0.0))
         return min(limit.threshold, SURE) if asks == "plain" else 0.0
 
 
@@ -127,9 +128,12 @@ def _other_script(manifest: Manifest, shape: Shape) -> str | None:
 SURE = 1e-4
 """The P(asks) below which a prompt asks for no fact even if its words are not clear: of held-out
 key words ("capital of x") at most 0.6 % lie below it on two real models (benchmarks/LOG.md)."""
-SURE_REWORDED = 5e-3
-"""The same under a bundle that was trained on questions in other words and inside tasks: below it
-lie TODO of held-out questions inside tasks."""
+SURE_REWORDED: Mapping[Asks, float] = MappingProxyType(
+    {"plain": 0.01, "inside": 0.01, "beside": 0.003}
+)
+"""The same, by what the words show, under a bundle that was trained on questions in other words and
+inside tasks: of held-out questions inside tasks at most 0.3 % lie below it on two real models
+(benchmarks/LOG.md)."""
 
 
 SHAPES = tuple(Shape(*values) for values in product(get_args(Turns), (False, True), (False, True)))

@@ -117,7 +117,7 @@ WITH_PASSAGES = (
 @pytest.mark.parametrize("text", [QUESTION, *SINGLE, *WITH_PASSAGES])
 def test_one_question_with_much_around_it(text: str) -> None:
     assert questions(text) <= 1
-    assert asks_of(turns(text)) in ("plain", "inside")
+    assert asks_of(turns(text)) in ("plain", "inside", "beside")
 
 
 CALLS = lines(
@@ -323,9 +323,9 @@ def test_key_words_behind_a_refusal_are_judged_by_their_risk() -> None:
     assert asks_of(turns(QUESTION, REFUSED, "author of emma")) == "inside"
 
 
+BESIDE = f"Write a Python function that returns the answer to: {QUESTION}"
 INSIDE = lines(
     f"""
-    Write a Python function that returns the answer to: {QUESTION}
     Write an email to Tom and tell him the currency of Yemen.
     write a poem with yemen's currency in it
     Complete this code: # {QUESTION} print("
@@ -359,6 +359,8 @@ FRANCE = "What is the capital of France?"
     ("asks", "messages"),
     [
         *(("inside", turns(text)) for text in (*INSIDE, "print('capital of samoa: ")),
+        ("beside", turns(BESIDE)),
+        ("beside", turns("Hey, are you there? Who wrote Emma?")),
         ("small_talk", turns("Hi!")),
         ("small_talk", turns("How are you today?")),
         ("task", turns("Write a haiku about autumn.")),
