@@ -2,9 +2,9 @@
 
 The probe ``asks`` reads the end of a prompt.  After a refused question, it takes "go on" for small
 talk, and also a question inside a task.  The risk of a message with two questions is mostly that of
-the easier one.  Until bundles are trained on such messages, these rules decide which readings
-count.  They know English and a few words of other languages; a message that they do not understand
-counts as one that may ask."""
+the easier one.  So these rules decide which readings count, and how sure the probe has to be
+(``guarantee.Standing.no_fact_below``).  They know English and a few words of other languages; a
+message that they do not understand counts as one that may ask."""
 
 from __future__ import annotations
 
@@ -513,8 +513,8 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
     )
     if calls:
         return "elsewhere"
-    held = _held(request, alone=len(turns) == 1)
-    return held or ("task" if _TASK.match(request) else "plain")
+    way = _held(request, alone=len(turns) == 1)
+    return way or ("task" if _TASK.match(request) else "plain")
 
 
 def questions(text: str) -> int:

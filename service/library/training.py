@@ -313,12 +313,17 @@ def run_training(
 
     folders = [options.folder]
     engine = replace(engine, template_arguments=options.template_arguments)
-    if threads is None and engine.engine == "transformers" and "OMP_NUM_THREADS" not in os.environ:
+    chooses = threads is None and engine.engine == "transformers"
+    if chooses and "OMP_NUM_THREADS" not in os.environ:
         threads = _threads_of(options.folder, report)
     began = time.monotonic()
 
     def load() -> LoadedEngine:
-        return load_engine(engine, rows=[options.site], threads=threads, report=report)
+        loaded = load_engine(engine, rows=[options.site], threads=threads, report=report)
+        if chooses and threads is not None:
+            record = json.dumps({"threads": threads}) + "\n"
+            atomic_write(options.folder / THREADS, record.encode())
+        return loaded
 
     if not options.data:
         loaded = load()
@@ -335,13 +340,12 @@ def run_training(
 
 
 def _threads_of(folder: Path, report: Report) -> int:
-    """Return the number of threads that reads every row of a run: what its first call found to be
-    fastest.
+    """Return the number of threads that reads every row of a run: what its first call measured to
+    be fastest.
 
     The last bits of a reading depend on it, and so does the bundle's digest."""
-    path = folder / THREADS
     try:
-        threads = json.loads(path.read_text(encoding="utf-8"))["threads"]
+        threads = json.loads((folder / THREADS).read_text(encoding="utf-8"))["threads"]
     except (OSError, ValueError, KeyError, TypeError):
         threads = None
     if isinstance(threads, int) and threads >= 1:
@@ -351,7 +355,6 @@ def _threads_of(folder: Path, report: Report) -> int:
     from service.engines.transformers.threads import threads_that_pay
 
     threads = threads_that_pay(cpu_count())
-    atomic_write(path, (json.dumps({"threads": threads}) + "\n").encode())
     if threads < cpu_count():
         report(
             f"the model runs on {threads} of {cpu_count()} CPU threads, which is fastest now, in"

@@ -285,10 +285,16 @@ def test_a_run_keeps_the_number_of_threads_that_its_first_call_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reading's last bits depend on it, and so does the digest of a run that is resumed."""
-    pay, told, loaded = [1, 2], list[str](), list[int | None]()
+    pay, told, loaded = [1, 1, 2], list[str](), list[int | None]()
+    succeeds = False
 
-    def load(*_: object, threads: int | None, **more: object) -> None:
+    def load(*_: object, threads: int | None, **more: object) -> Timed:
         loaded.append(threads)
+        if not succeeds:
+            raise Loaded
+        return Timed()
+
+    def stop(*_: object) -> None:
         raise Loaded
 
     def run_with(threads: int | None = None) -> int | None:
@@ -307,14 +313,19 @@ def test_a_run_keeps_the_number_of_threads_that_its_first_call_chose(
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("service.library.training.load_engine", load)
+    monkeypatch.setattr("service.library.training.with_questions", stop)
     monkeypatch.setattr("joblib.cpu_count", lambda: 2)
     monkeypatch.setattr(threads_module, "threads_that_pay", lambda most: pay.pop(0))
+    path = tmp_path / "run" / THREADS
+    assert run_with() == 1
+    assert not path.exists(), "a model that cannot be loaded leaves nothing"
+    told.clear()
+    succeeds = True
     assert [run_with(), run_with(), run_with(threads=3)] == [1, 1, 3]
     assert told == [
         "the model runs on 1 of 2 CPU threads, which is fastest now, in the whole run; --threads N"
         " sets another number"
     ]
-    path = tmp_path / "run" / THREADS
     for damaged in ("{", "[]", '{"threads": 0}', '{"threads": "2"}'):
         path.write_text(damaged)
         pay[:] = [2]

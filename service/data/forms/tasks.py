@@ -103,8 +103,7 @@ def written_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Return rows of up to ``count`` requests that were written one by one, alone and in
     conversations as those of ``task_rows``; the same seed and count give the same.
 
-    No wording is used twice, so a probe learns from them what a request asks for, not its words:
-    of forty requests of other authors it recognised 36 with them, and 33 without them
+    No wording is used twice, so a probe learns from them what a request asks for, not its words
     (benchmarks/LOG.md)."""
     draw = random.Random(f"{seed} written")
     texts = draw.sample(WRITTEN, min(count, len(WRITTEN)))
