@@ -246,6 +246,22 @@ def test_a_watched_alias_brings_a_canary_and_takes_it_back(tmp_path: Path) -> No
     assert served.process.process.returncode == 0
 
 
+NO_FACT = (
+    "guess who just got a puppy!! me!!",
+    "Haircut: bold or boring, what do you say?",
+    "Could you smooth out this sentence? Me and him was there already since two hours.",
+    "Turn into passive voice: The gardener trimmed the hedge.",
+    "what's cosier, rain or snow",
+)
+FACT_IN_DRESS = (
+    "Hey, are you there? Who wrote Emma?",
+    "Hi! Can you help me? Who wrote Emma? Thanks a lot.",
+    "Pretend to be a teacher who says what the currency of Yemen is.",
+    "Write an email to Tom and tell him the currency of Yemen.",
+    "currency @ yemen",
+)
+
+
 @pytest.mark.skipif(not PACKAGED[SMOLLM2].is_installed, reason=f"needs {PACKAGED[SMOLLM2].install}")
 def test_smollm2s_bundles_pass_a_known_fact_and_withhold_a_confabulated_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -277,6 +293,9 @@ def test_smollm2s_bundles_pass_a_known_fact_and_withhold_a_confabulated_one(
         assert known["risk"] < known["threshold"] <= withheld["risk"]
         assert "Sana'a" in known["completion"]["text"]
         assert "completion" not in withheld
+        judged = score(*NO_FACT, *FACT_IN_DRESS, "--bundle", bundle)["data"]
+        applies = [each["applies"] for each in judged]
+        assert applies == [False] * len(NO_FACT) + [True] * len(FACT_IN_DRESS)
     answer = score(confabulated, "--threshold", "1")
     assert answer["bundle"]["name"] == SHIPPED[SMOLLM2][0]
     text = answer["data"][0]["completion"]["text"]
