@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from hallutracer_research.documents import Row
 from hallutracer_research.paper.diagnostics import geometry
 from hallutracer_research.paper.diagnostics.classes import (
     MIN_ROWS,
@@ -87,7 +88,7 @@ def _numbered(group: NDArray[Any]) -> Index:
     return np.unique(group, return_inverse=True)[1].astype(np.int64)
 
 
-def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, Any]:
+def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> Row:
     """Return the diagnostics as a JSON document.  Keys: fisher, snr, variance, features (AUROC of
     each, factual
     positive: below 0.5 the feature falls with factuality); with readouts also geometry and
@@ -104,7 +105,7 @@ def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, An
             " for the Chen-Qin test's, treat rows as independent, which flatters them where rows"
             " of a group are alike"
         )
-    document: dict[str, Any] = {
+    document: Row = {
         "fisher": as_document(fisher_gap(data.trajectory, data.label, shrinkage)),
         "snr": as_document(snr_table(data.trajectory, data.label)),
         "variance": variance,
@@ -209,7 +210,7 @@ def _not_unit(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
             yield f"direction: row {worst} has length {length}; divide each row by its length"
 
 
-def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any]:
+def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> Row:
     """Return the geometry section: readouts of layer l + 1 are taken for layer l's head too (the
     readout gauge)."""
     n, m, dim = readout.shape
@@ -249,7 +250,7 @@ def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     return document
 
 
-def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any]:
+def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> Row:
     group = np.arange(len(data.label)) if data.group is None else data.group
     by_layer = (readout[:, layer].astype(np.float64) for layer in range(readout.shape[1]))
     tests = [chen_qin_by_group(x, data.label, group) for x in by_layer]
@@ -260,7 +261,7 @@ def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
         notes = ["p-values are of independent rows: where a question has several, give their group"]
     significant = [test.p_value is not None and test.p_value < ALPHA for test in tests]
     middle = middle_layers(len(tests))
-    numbers: dict[str, Any] = {}
+    numbers: Row = {}
     for name in ("statistic", "energy_ratio", "p_value", "z"):
         numbers[name] = [getattr(test, name) for test in tests]
     return numbers | {
