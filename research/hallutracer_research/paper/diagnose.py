@@ -41,12 +41,11 @@ from service.engines.base import Engine
 from service.errors import DataError
 from service.fitting.probes import Floats, Index
 from service.fitting.scores import auroc
-from service.prompts import as_prompt_format
 from service.readout import Probes, Site
 from service.scoring import Scorer
-from service.trainer.new_rows import Marks, group_mark
+from service.trainer.new_rows import Marks, NewRows, group_mark
 from service.trainer.options import NewRowsOptions
-from service.trainer.prepare import prepare, trajectories
+from service.trainer.prepare import trajectories
 
 NAMES = ("trajectory", "label", "group", "readout", "direction")
 ALPHA = 0.05  # of the layer-wise Chen-Qin tests
@@ -299,10 +298,8 @@ def own_trajectories(
     folder = f"diagnosis-{dataset.digest.removeprefix('sha256:')[:12]}"
     with locked(options.folder), closing(engine_factory()) as engine:
         Scorer(engine, bundle)  # this model's bundle, and it reads what it should
-        prompt_format = as_prompt_format(manifest.prompt_format)
-        prepared = prepare(
-            engine, dataset, options, prompt_format, folder, sites=[site], folds=MIN_ROWS
-        )
+        rows = NewRows(bundle, bundle.evaluation(), dataset, options)
+        prepared = rows.prepare(engine, folds=MIN_ROWS, name=folder)
         probes, inputs = Probes.of(site, bundle.probes), prepared.inputs
         remarks = _seen(bundle, prepared.dataset)
         if left := prepared.labelled.left_out:
@@ -331,25 +328,16 @@ def own_trajectories(
 def _seen(bundle: Bundle, dataset: Dataset) -> list[str]:
     """Return a remark where probes are diagnosed on the rows that they were fitted on, which
     flatters them."""
-    record = bundle.evaluation().get("rows_seen", {}).get("training")
+    record, name = bundle.evaluation().get("rows_seen", {}).get("training"), bundle.reference
     if record is None:
         if dataset.digest == bundle.manifest.training.data_digest:
-            return [
-                f"these are the rows that {bundle.reference} was fitted on: everything here is too"
-                " good"
-            ]
-        return [
-            f"{bundle.reference} does not record its training rows: make sure that these are others"
-        ]
+            return [f"these are the rows that {name} was fitted on: everything here is too good"]
+        return [f"{name} does not record its training rows: make sure that these are others"]
     marks = Marks.read(record)
     seen = sum(
         prompt_mark(row.prompt_digest) in marks.prompts
         or bool(row.group and group_mark(row.group) in marks.groups)
         for row in dataset.rows
     )
-    if not seen:
-        return []
-    return [
-        f"{bundle.reference} was fitted on {seen:,} of the {len(dataset):,} rows: everything here"
-        " is too good"
-    ]
+    of_rows = f"{seen:,} of the {len(dataset):,} rows"
+    return [f"{name} was fitted on {of_rows}: everything here is too good"] if seen else []
