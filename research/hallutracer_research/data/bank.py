@@ -48,8 +48,8 @@ def packed(rows: Iterable[Row]) -> bytes:
         (with_relation(with_other_names(row)) for row in rows),
         key=lambda row: (hashlib.sha256(row["group"].encode()).digest(), row["id"]),
     )
-    kept = ({field: row[field] for field in FIELDS if field in row} for row in ordered)
-    return lzma.compress(json_lines(kept).encode(), preset=9 | lzma.PRESET_EXTREME)
+    trimmed = ({field: row[field] for field in FIELDS if field in row} for row in ordered)
+    return lzma.compress(json_lines(trimmed).encode(), preset=9 | lzma.PRESET_EXTREME)
 
 
 def main(arguments: Sequence[str]) -> None:

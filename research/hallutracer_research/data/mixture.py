@@ -66,7 +66,7 @@ def mix(sources: Sequence[MixtureSource], seed: int = 0, without: Path | None = 
         group = {}
         for row in rows:  # the first of the names of groups among what is joined
             together = joined.subset(_own_group(name, row))
-            group[row["id"]] = min(other for other in together if isinstance(other, str))
+            group[row["id"]] = min(member for member in together if isinstance(member, str))
         counts[name] = wanted = len(rows) if count is None else count
         if wanted > len(rows):
             raise DataError(

@@ -91,14 +91,14 @@ def policies(answered: Answered, passage: Passage) -> list[Row]:
     flagged = {which: answered.risk[which] >= answered.threshold for which in ("none", passage)}
     alone, read = answered.right["none"], answered.right[passage]
     everywhere = np.ones(len(alone), np.bool_)
-    nowhere, doubted, kept = ~everywhere, flagged["none"], ~flagged[passage]
+    nowhere, doubted, trusted = ~everywhere, flagged["none"], ~flagged[passage]
     # where a passage is fetched; shown from memory; shown with the passage
     plans: dict[str, tuple[Flags, Flags, Flags]] = {
         "never retrieve": (nowhere, everywhere, nowhere),
         "never retrieve, gate": (nowhere, ~doubted, nowhere),
         "always retrieve": (everywhere, nowhere, everywhere),
-        "always retrieve, gate": (everywhere, nowhere, kept),
-        "retrieve where flagged, gate": (doubted, ~doubted, doubted & kept),
+        "always retrieve, gate": (everywhere, nowhere, trusted),
+        "retrieve where flagged, gate": (doubted, ~doubted, doubted & trusted),
     }
     found = []
     for name, (fetched, memory, reading) in plans.items():

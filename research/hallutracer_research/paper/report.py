@@ -44,9 +44,8 @@ def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateO
     and rows."""
     listed = ", ".join(f"{name} ({rows:,} rows)" for name, rows in sets)
     text = Path(__file__).with_name("introduction.jinja").read_text(encoding="utf-8")
-    return Template(text, undefined=StrictUndefined).render(
-        model=model, listed=listed, options=options
-    )
+    template = Template(text, undefined=StrictUndefined)
+    return str(template.render(model=model, listed=listed, options=options))
 
 
 SECTIONS: Mapping[str, Mapping[str, TableSpec]] = {
