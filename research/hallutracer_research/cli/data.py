@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from hallutracer_research.data import judge_audit, mixture
 from hallutracer_research.data.registry import SETS, SetInfo, read_set
 from service.cli.options import Json, UsageError
-from service.cli.output import print_json, print_line
+from service.cli.output import print_json, print_line, print_table
 from service.data import forms
 from service.data.bank import ATTRIBUTION, bank_rows
 from service.data.forms.tasks import task_rows
@@ -156,11 +156,7 @@ def in_forms(
     wanted, rows = forms.chosen(form), mixture.read_rows(file)
     own = {} if said is None else forms.read_model_answers(said)
     made = forms.in_forms(rows, wanted, per_row=per_row, seed=seed, model_answers=own)
-    _print(
-        made,
-        f"rows of {len(rows):,} questions",
-        dict(Counter(row["form"] for row in made).most_common()),
-    )
+    _print_counted(made, f"rows of {len(rows):,} questions", "form")
 
 
 def bank(
@@ -180,7 +176,7 @@ def bank(
 
       hallutracer data bank > questions.jsonl"""
     rows = bank_rows("held-out" if held_out else "train")
-    _print(rows, "questions", dict(Counter(row["kind"] for row in rows).most_common()))
+    _print_counted(rows, "questions", "kind")
     note(f"sources and licences: {ATTRIBUTION}")
 
 
@@ -198,9 +194,7 @@ def tasks(
 
       hallutracer data tasks > tasks.jsonl"""
     made = task_rows(count, seed)
-    _print(
-        made, "rows", dict(Counter(row["kind"].removeprefix("task/") for row in made).most_common())
-    )
+    _print_counted(made, "rows", "kind")
 
 
 def audit(
@@ -268,6 +262,12 @@ def _print(
     )
 
 
+def _print_counted(rows: Sequence[Mapping[str, Any]], what: str, key: str) -> None:
+    """Print the rows, and on stderr how many have each value of ``key``, most frequent first."""
+    counts = Counter(row[key].removeprefix("task/") for row in rows)
+    _print(rows, what, dict(counts.most_common()))
+
+
 def _source(text: str) -> mixture.MixtureSource:
     name, colon, rows = text.rpartition(":")
     if colon and rows.isdigit() and int(rows) > 0:
@@ -309,34 +309,16 @@ def list_(*, as_json: Json = False, common: Common = Common()) -> None:
     if as_json:
         print_json(rows)
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    facts, places = Table(box=None, pad_edge=False), Table(box=None, pad_edge=False)
-    for title in ("set", "rows", "labels", "group", "sub-sets", "licence"):
-        number = title in ("rows", "sub-sets")
-        facts.add_column(
-            title, overflow="fold", no_wrap=title == "set", justify="right" if number else "left"
-        )
-    places.add_column("set", no_wrap=True)
-    places.add_column("from", overflow="fold")
+    renamed = {"name": "set", "kinds": "sub-sets", "source": "from"}
+    columns = ("set", "rows", "labels", "group", "sub-sets", "licence", "from")
+    shown_rows = []
     for row in rows:
-        facts.add_row(
-            row["name"],
-            f"{row['rows']:,}",
-            row["labels"],
-            row["group"],
-            str(row["kinds"]),
-            row["licence"],
-        )
-        places.add_row(row["name"], row["source"])
-    console = Console(highlight=False)
-    for table in (facts, "", places):
-        console.print(table)
-    console.print(
+        named = {renamed.get(key, key): value for key, value in row.items()}
+        shown_rows.append(named | {"rows": f"{row['rows']:,}"})
+    print_table(shown_rows, columns)
+    print_line(
         "\nlabels: given = the set's own; any other = the model answers and this judge compares.\n"
-        "Download a set yourself, then: hallutracer data convert SET FOLDER > rows.jsonl",
-        soft_wrap=True,
+        "Download a set yourself, then: hallutracer data convert SET FOLDER > rows.jsonl"
     )
 
 

@@ -3,12 +3,12 @@ to its risk."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from hallutracer_research.documents import write_json
 from service.cli.loading import bundle_names, load_engine, load_first, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Out
 from service.cli.output import print_line
@@ -80,9 +80,7 @@ def retrieval(
         found = document(ask(scorer, "test", questions or QUESTIONS, max_tokens), facts)
     folder = out or Path("retrieval")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "retrieval.json").write_text(
-        json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    write_json(folder / "retrieval.json", found, indent=1)
     (folder / "retrieval.md").write_text(markdown(found), encoding="utf-8")
     print_line(markdown(found))
 

@@ -3,14 +3,13 @@ file of arrays."""
 
 from __future__ import annotations
 
-import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from hallutracer_research.documents import table_beside, write_json
 from service.cli.loading import load_engine
 from service.cli.options import BundleOptions, EngineChoice, Output, UsageError, check
 from service.cli.train import one_bundle
@@ -35,9 +34,7 @@ if TYPE_CHECKING:
     from hallutracer_research.paper.diagnostics.shape import Shrinkage
 
 # section of the document -> its title, and what each key is
-SECTIONS: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("diagnose.toml").read_text(encoding="utf-8")
-)
+SECTIONS = table_beside(__file__, "diagnose.toml")
 
 
 @section("Diagnosis", 5)
@@ -117,9 +114,7 @@ def diagnose(
     )
     _print(document, console)
     if options.output is not None:
-        options.output.write_text(
-            json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        write_json(options.output, document)
         note(f"written to {options.output}")
 
 

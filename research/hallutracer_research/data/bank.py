@@ -7,26 +7,22 @@ The two files are those of the first commands in ``docs/training-data.md``."""
 from __future__ import annotations
 
 import hashlib
-import json
 import lzma
 import sys
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hallutracer_research.data.mixture import read_rows
+from hallutracer_research.documents import Row, json_lines, table_beside
 from service.data.bank import SPLITS, bank_file
 
 FACTS = "facts/"  # the kind of a fact is this and its relation
 FIELDS = ("id", "prompt", "answers", "group", "kind", "statement", "relation", "subject")
-OTHER_NAMES: Mapping[str, list[str]] = tomllib.loads(
-    Path(__file__).with_name("other_names.toml").read_text(encoding="utf-8")
-)
+OTHER_NAMES: Mapping[str, list[str]] = table_beside(__file__, "other_names.toml")
 """What models call a thing beside its name in the tables of facts."""
 
 
-def with_other_names(row: dict[str, Any]) -> dict[str, Any]:
+def with_other_names(row: Row) -> Row:
     """Return a row of facts with its answers by their other names, too; any other as it is."""
     if not row["kind"].startswith(FACTS):
         return row
@@ -36,7 +32,7 @@ def with_other_names(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "answers": answers}
 
 
-def with_relation(row: dict[str, Any]) -> dict[str, Any]:
+def with_relation(row: Row) -> Row:
     """Return a row of facts with its relation and subject, which its kind and id hold; any other
     as it is."""
     if not row["kind"].startswith(FACTS):
@@ -45,18 +41,15 @@ def with_relation(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "relation": row["kind"].removeprefix(FACTS), "subject": subject}
 
 
-def packed(rows: Iterable[dict[str, Any]]) -> bytes:
+def packed(rows: Iterable[Row]) -> bytes:
     """Return rows as the bank keeps them: fields that training reads, other names
     accepted, groups in the order of a hash of their name."""
     ordered = sorted(
         (with_relation(with_other_names(row)) for row in rows),
         key=lambda row: (hashlib.sha256(row["group"].encode()).digest(), row["id"]),
     )
-    lines = []
-    for row in ordered:
-        fields = {field: row[field] for field in FIELDS if field in row}
-        lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
-    return lzma.compress("".join(lines).encode(), preset=9 | lzma.PRESET_EXTREME)
+    trimmed = ({field: row[field] for field in FIELDS if field in row} for row in ordered)
+    return lzma.compress(json_lines(trimmed).encode(), preset=9 | lzma.PRESET_EXTREME)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
-from hallutracer_research.data.files import Row, Rows, SetFiles
+from pydantic import BaseModel, ValidationError
+
+from hallutracer_research.data.files import Rows, SetFiles, Text
+from hallutracer_research.documents import Row
 from service.data import judges as references
 
 # have gold calls
@@ -51,7 +54,7 @@ _MEMORY = (
 def read_bfcl(files: SetFiles) -> Rows:
     """Return rows (id, messages, answers, group, kind) for generated labels; counts {read,
     multi_turn, repeated}."""
-    gold: dict[str, dict[str, Any]] = {}
+    gold: dict[str, Row] = {}
     for kind in (*CALLS, *TEXTS):
         lines = files.json_lines(f"possible_answer/{_file(kind)}")
         gold[kind] = {str(value.get("id")): value.get("ground_truth") for _, value in lines}
@@ -93,6 +96,11 @@ def _read(files: SetFiles, kinds: Iterable[str], convert: Callable[[str, Row], R
     return list(distinct.values()), {"read": len(rows), "repeated": len(rows) - len(distinct)}
 
 
+class _Message(BaseModel):
+    role: Literal["system", "user", "assistant"]
+    content: Text
+
+
 class _BadRow(Exception):
     """A malformed row."""
 
@@ -132,21 +140,15 @@ def _messages(system: str, turn: Any) -> list[dict[str, str]]:
     if not isinstance(turn, list) or not turn:
         raise _BadRow("'question' has no messages")
     for message in turn:
-        role, content = (
-            (message.get("role"), message.get("content"))
-            if isinstance(message, dict)
-            else (None, None)
-        )
-        if (
-            role not in ("system", "user", "assistant")
-            or not isinstance(content, str)
-            or not content.strip()
-        ):
-            raise _BadRow("each message needs a role (system, user, assistant) and a text")
-        if messages[-1]["role"] == role:
-            messages[-1]["content"] += f"\n\n{content}"
+        try:
+            known = _Message.model_validate(message).model_dump()
+        except ValidationError:
+            problem = "each message needs a role (system, user, assistant) and a text"
+            raise _BadRow(problem) from None
+        if messages[-1]["role"] == known["role"]:
+            messages[-1]["content"] += f"\n\n{known['content']}"
         else:
-            messages.append({"role": role, "content": content})
+            messages.append(known)
     if messages[-1]["role"] != "user":
         raise _BadRow("the last message must be the user's")
     return messages
@@ -171,7 +173,7 @@ def _conversations(files: SetFiles) -> dict[str, str]:
     return conversations
 
 
-def _expectation(kind: str, value: Row, gold: dict[str, dict[str, Any]]) -> str:
+def _expectation(kind: str, value: Row, gold: dict[str, Row]) -> str:
     """Return the expectation that the judge ``calls`` checks the answer against."""
     if kind in NO_CALL:
         return references.expectation("no_call")
@@ -187,7 +189,7 @@ def _expectation(kind: str, value: Row, gold: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def _specification(gold: Any, functions: list[Any]) -> dict[str, Any]:
+def _specification(gold: Any, functions: list[Any]) -> Row:
     """Return a gold call.  An argument is optional if "" is among its values and the function does
     not require it.  Two published rows give some arguments no accepted value; an empty list is
     meant."""

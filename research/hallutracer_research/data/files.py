@@ -15,8 +15,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
-Row = dict[str, Any]  # one row for the trainer, see service/data/training_rows.py
-Rows = tuple[list[Row], dict[str, int]]  # and the reader's counts
+from hallutracer_research.documents import Row
+
+# Rows for the trainer (see service/data/training_rows.py), and the reader's counts.
+Rows = tuple[list[Row], dict[str, int]]
 # not blank; as it stands in the file
 Text = Annotated[str, StringConstraints(strict=True, pattern=r"\S")]
 Label = Annotated[int, Field(strict=True, ge=0, le=1)]

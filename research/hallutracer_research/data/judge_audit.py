@@ -22,6 +22,7 @@ VERDICTS = {"factual": "right", "hallucinated": "wrong"}
 """A verdict -> what a person who agrees writes into the column ``read``."""
 UNCLEAR = "unclear"
 DRAWS = 20_000
+FORMULA = tuple("=+-@\t\r")  # how a spreadsheet's formula begins
 Rows = list[dict[str, str]]
 
 
@@ -70,12 +71,10 @@ def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
         file = str(spread) if spread.is_file() else "the file of that run"
         raise RunMismatch(f"{folder} judged other rows than {dataset.path} has: give {file}")
     rng = random.Random(seed)
-    of_class = {
-        verdict: [
-            position for position, record in enumerate(verdicts) if record["verdict"] == verdict
-        ]
-        for verdict in VERDICTS
-    }
+    of_class: dict[str, list[int]] = {verdict: [] for verdict in VERDICTS}
+    for position, record in enumerate(verdicts):
+        if record["verdict"] in of_class:
+            of_class[record["verdict"]].append(position)
     judged = sum(map(len, of_class.values()))
     drawn: Rows = []
     for verdict, positions in of_class.items():
@@ -103,12 +102,10 @@ def write(rows: Rows, target: TextIO) -> None:
     writer = csv.DictWriter(target, COLUMNS, lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow(
-            {
-                name: f"'{text}" if text[:1] in "=+-@\t\r" and text else text
-                for name, text in row.items()
-            }
-        )
+        plain = {
+            name: f"'{text}" if text.startswith(FORMULA) else text for name, text in row.items()
+        }
+        writer.writerow(plain)
 
 
 def read(path: Path) -> Rows:
@@ -116,18 +113,12 @@ def read(path: Path) -> Rows:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
-            missing = [
-                name
-                for name in ("id", "verdict", "share", "read")
-                if name not in (reader.fieldnames or ())
-            ]
-            if missing:
-                raise DataError(
-                    str(path), [f"the first line names no column {name!r}" for name in missing]
-                )
-            rows = list(reader)
+            rows, names = list(reader), reader.fieldnames or ()
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(str(path), [str(error)]) from None
+    needed = ("id", "verdict", "share", "read")
+    if missing := [name for name in needed if name not in names]:
+        raise DataError(str(path), [f"the first line names no column {name!r}" for name in missing])
     allowed = (*VERDICTS.values(), UNCLEAR)
     problems = []
     for number, row in enumerate(rows, 1):
@@ -138,11 +129,9 @@ def read(path: Path) -> Rows:
             )
         if row["verdict"] not in VERDICTS:
             problems.append(f"row {number} ({row['id']}): 'verdict' is {row['verdict']!r}")
-    for verdict in VERDICTS:
-        if not problems and not any(
-            row["verdict"] == verdict and row["read"] != UNCLEAR for row in rows
-        ):
-            problems.append(f"no row judged {verdict} was read")
+    if not problems:
+        judged = {row["verdict"] for row in rows if row["read"] != UNCLEAR}
+        problems = [f"no row judged {name} was read" for name in VERDICTS if name not in judged]
     if problems:
         raise DataError(str(path), problems)
     return rows
@@ -154,11 +143,12 @@ def measure(rows: Rows) -> Audit:
     weight = dict.fromkeys(VERDICTS, 0.0)
     disagreed = []
     for row in rows:
-        weight[row["verdict"]] += float(row["share"])
+        verdict = row["verdict"]
+        weight[verdict] += float(row["share"])
         if row["read"] == UNCLEAR:
             continue
-        agrees[row["verdict"]].append(row["read"] == VERDICTS[row["verdict"]])
-        if not agrees[row["verdict"]][-1]:
+        agrees[verdict].append(row["read"] == VERDICTS[verdict])
+        if not agrees[verdict][-1]:
             disagreed.append(row["id"])
     rng = np.random.default_rng(0)
     value, drawn = {}, {}
@@ -174,9 +164,10 @@ def measure(rows: Rows) -> Audit:
         return Rate(point, min(float(low), point), max(float(high), point))
 
     share = weight[right] / sum(weight.values())
+    count = sum(map(len, agrees.values()))
     return Audit(
-        read=sum(map(len, agrees.values())),
-        unclear=len(rows) - sum(map(len, agrees.values())),
+        read=count,
+        unclear=len(rows) - count,
         agreement=rate(share, 1 - share),
         right_if_judged_right=rate(1, 0),
         wrong_if_judged_wrong=rate(0, 1),

@@ -8,7 +8,8 @@ import re
 
 from pydantic import RootModel
 
-from hallutracer_research.data.files import BRIEFLY, Row, Rows, SetFiles, Text, question_group
+from hallutracer_research.data.files import BRIEFLY, Rows, SetFiles, Text, question_group
+from hallutracer_research.documents import Row, table_beside
 from service.data.judges import contains, normalise
 
 KINDS = ("cities_10k", "math_operations_6k", "medals_9k", "notable_people")
@@ -17,21 +18,7 @@ CITIES, ARITHMETIC, MEDALS, _ = KINDS
 TABLE, NAMES = "main/main.csv", "eval_map.json"
 COLUMNS = ("question", "correct_answer")
 
-# codes of the set's names that mean something else as a word
-_OTHER_WORDS = frozenset(("AS", "CA", "CAR", "DR", "KY"))
-_COUNTRIES = {  # what models say beside the set's own names
-    "United States": ("US", "U.S."),
-    "United Kingdom": ("Britain", "U.K."),
-    "Great Britain": ("Britain", "U.K."),
-    "Turkey": ("Türkiye",),
-    "Côte d'Ivoire": ("Cote d'Ivoire",),
-    "Cote d'Ivoire": ("Côte d'Ivoire",),
-    "Réunion": ("Reunion",),
-    "Bosnia and Herzegovina": ("Bosnia",),
-    "Virgin Islands (US)": ("Virgin Islands",),
-    "Macedonia, The former Yugoslav Rep. of": ("Macedonia",),
-    "West Bank and Gaza Strip": ("West Bank", "Gaza", "Palestinian Territories"),
-}
+_OTHER_WORDS, _COUNTRIES = table_beside(__file__, "country_names.toml").values()
 
 
 class _Names(RootModel[dict[str, list[Text]]]):

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from scipy.cluster.hierarchy import DisjointSet
 
 from hallutracer_research.data.files import words_of
+from hallutracer_research.documents import Row
 from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects
 from service.errors import DataError
 
-Row = dict[str, Any]
 _USED = "\0"  # no file's name
 
 
@@ -63,16 +63,17 @@ def mix(sources: Sequence[MixtureSource], seed: int = 0, without: Path | None = 
     counts = {}
     for name, (path, count) in zip(names, sources, strict=True):
         rows = [row for row in read[name] if joined[_own_group(name, row)] not in taken]
-        alike = {row["id"]: joined.subset(_own_group(name, row)) for row in rows}
-        group = {row: _first_name(together) for row, together in alike.items()}
+        group = {}
+        for row in rows:  # the first of the names of groups among what is joined
+            together = joined.subset(_own_group(name, row))
+            group[row["id"]] = min(member for member in together if isinstance(member, str))
         counts[name] = wanted = len(rows) if count is None else count
         if wanted > len(rows):
             raise DataError(
                 str(path), [f"has {len(rows):,} rows to draw from, and {wanted:,} are wanted"]
             )
-        for row in sorted(rows, key=lambda row: (_draw(seed, group[row["id"]]), row["id"]))[
-            :wanted
-        ]:
+        rows.sort(key=lambda row: (_draw(seed, group[row["id"]]), row["id"]))
+        for row in rows[:wanted]:
             before.add(_own_group(name, row))
             kind = name + (f"/{row['kind']}" if row.get("kind") is not None else "")
             chosen.append(
@@ -115,11 +116,6 @@ def read_rows(path: Path) -> list[Row]:
     if problems:
         raise DataError(str(path), problems)
     return rows
-
-
-def _first_name(together: Iterable[Any]) -> str:
-    """Return the first of the names of groups among what is joined."""
-    return min(name for name in together if isinstance(name, str))
 
 
 def _own_group(source: str, row: Row) -> str:

@@ -4,7 +4,6 @@ words, under the same name in every set that asks questions, but for TruthfulQA'
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, NamedTuple
 
@@ -14,12 +13,12 @@ from pydantic import BaseModel
 from hallutracer_research.data.files import (
     BRIEFLY,
     Label,
-    Row,
     Rows,
     SetFiles,
     Text,
     question_group,
 )
+from hallutracer_research.documents import Row
 from service.data import judges as references
 from service.data.judges import normalise
 
@@ -243,7 +242,7 @@ def read_nq_open(files: SetFiles) -> Rows:
     without a word}.  An accepted answer without a word, such as "*", is dropped: no judge could
     find it in an answer."""
     rows, seen = [], set()
-    counts = Counter({"read": 0, "left out: repeated": 0, "left out: no answer with a word": 0})
+    counts = {"read": 0, "left out: repeated": 0, "left out: no answer with a word": 0}
     for kind, name in FILES.items():
         for number, value in files.json_lines(name):
             if (query := files.checked(_Query, value, f"{name} line {number}")) is None:
@@ -265,4 +264,4 @@ def read_nq_open(files: SetFiles) -> Rows:
                     }
                 )
             seen.add(group)
-    return rows, dict(counts)
+    return rows, counts

@@ -3,15 +3,14 @@ checked against the published one, because another version of a set is another b
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from hallutracer_research.data import bfcl, knowledge, question_sets, statement_sets
 from hallutracer_research.data.files import Rows, SetFiles
+from hallutracer_research.documents import table_beside
 from service.errors import DataError
 
 Reader = Callable[[SetFiles], Rows]
@@ -42,36 +41,30 @@ class SetInfo:
     abstain_pattern: str | None = None
 
 
-READERS: Mapping[str, Reader] = {
-    "truthfulqa": question_sets.read_truthfulqa,
-    "truthfulqa-reference": question_sets.read_truthfulqa_reference,
-    "truefalse": statement_sets.read_truefalse,
-    "halueval2": statement_sets.read_halueval2,
-    "helm": statement_sets.read_helm,
-    "bfcl": bfcl.read_bfcl,
-    "bfcl-answerable": bfcl.read_bfcl_answerable,
-    "opentriviaqa": question_sets.read_opentriviaqa,
-    "opentriviaqa-choice": question_sets.read_opentriviaqa_choice,
-    "nq-open": question_sets.read_nq_open,
-    "knowledge": knowledge.read_knowledge,
-}
+MODULES = (bfcl, knowledge, question_sets, statement_sets)
+"""Each set has a reader in one of them: ``read_`` and its name."""
+
+
+def _reader(name: str) -> Reader:
+    function = f"read_{name.replace('-', '_')}"
+    (reader,) = (getattr(module, function) for module in MODULES if hasattr(module, function))
+    return reader  # type: ignore[no-any-return]
 
 
 def _described() -> dict[str, SetInfo]:
-    text = Path(__file__).with_name("sets.toml").read_text(encoding="utf-8")
     described: dict[str, dict[str, Any]] = {}
-    for name, entry in tomllib.loads(text).items():
+    for name, entry in table_beside(__file__, "sets.toml").items():
         values = described.get(entry.pop("like", ""), {}) | entry
         if values["labels"] == "given":
             for of_judge in ("judge", "max_new_tokens", "abstain_pattern"):
                 values.pop(of_judge, None)
         described[name] = values | {"folders": tuple(values["folders"])}
     return {
-        name: SetInfo(name=name, read=READERS[name], **values) for name, values in described.items()
+        name: SetInfo(name=name, read=_reader(name), **values) for name, values in described.items()
     }
 
 
-SETS: Mapping[str, SetInfo] = MappingProxyType(_described())
+SETS: Mapping[str, SetInfo] = _described()
 
 
 def find_path(name: str, path: Path) -> Path:

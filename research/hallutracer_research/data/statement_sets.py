@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, StringConstraints
 
-from hallutracer_research.data.files import Label, Row, Rows, SetFiles, Text
+from hallutracer_research.data.files import Label, Rows, SetFiles, Text
+from hallutracer_research.documents import Row, table_beside
 
 TEMPLATE = (
     "Determine whether the given statement is TRUE or FALSE. The Final Answer must only be either"
@@ -62,28 +63,15 @@ def unambiguous_rows(statements: Sequence[Statement]) -> Rows:
     return list(rows.values()), dict(counts)
 
 
-SUBJECTS = ("animals", "cities", "companies", "elements", "facts", "generated", "inventions")
-_SUBJECT = {
-    "animals": re.compile(
-        r"^(?:The |Human uses for (?:the )?)?(.*?) "
-        r"(?:primarily|has|have|uses|use|is|isn't|are|eats|eat|can|lives|live|sleeps|spends|"
-        r"include|exhibits|builds|shares"
-        r"|feeds|migrates|lacks)\b",
-        re.IGNORECASE,
-    ),
-    "cities": re.compile(r"^(.*?) is a (?:name of|city in)"),
-    "companies": re.compile(r"^(.*?) (?:engages|has|is|operates|provides|produces|acts|manages)\b"),
-    "elements": re.compile(r"^(.*?) (?:is|has|appears|was|are|forms|reacts)\b"),
-    "inventions": re.compile(r"^(.*?) (?:invented|lived)\b"),
-}
-_NO_USES = re.compile(r"^There are no specific human uses for (.*?)\.")
+SUBJECTS = table_beside(__file__, "subjects.toml")
+"""The files of True-False, and what finds the subject of a statement; "" where nothing does."""
+_NO_USES = re.compile(r"There are no specific human uses for (.*?)\.")
 
 
 def subject(category: str, statement: str) -> str:
     """Return the entity that a statement is about, or the statement itself if it names none."""
-    pattern = _SUBJECT.get(category)
-    match = _NO_USES.match(statement) or (pattern.match(statement) if pattern else None)
-    return (match.group(1) if match else statement).strip().casefold()
+    match = _NO_USES.match(statement) or re.match(SUBJECTS[category], statement)
+    return (match[1] if match and match.re.groups else statement).strip().casefold()
 
 
 def read_truefalse(files: SetFiles) -> Rows:

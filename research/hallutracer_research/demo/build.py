@@ -5,21 +5,20 @@ five folds that never saw its entity."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from tqdm import tqdm
 
+from hallutracer_research.documents import Row, json_lines, table_beside, write_json
 from probes_store.bundle import Bundle
 from probes_store.store import Store
 from service.data.collection import collect
@@ -43,36 +42,15 @@ from service.trainer.options import Console, TrainOptions
 from service.trainer.presentation import markdown_table
 from service.trainer.run import train
 
-METHODS = {
-    "depth_mean": "depth mean, unit norm (the paper's rule)",
-    "depth_mean_standardized": "depth mean, standardised",
-    "best_head": "best single head",
-    "best_layer": "best single residual layer",
-    "residual_depth_mean": "residual depth mean",
-    "max_prob": "first-token max probability",
-    "entropy": "first-token entropy",
-    "fused": "fused: depth mean + first token",
-    "kind_prior": "shortcut: kind prior",
-    "kind_x_template_prior": "shortcut: kind x template prior",
-    "name_ngrams": "shortcut: kind + name n-grams",
-    "exposures": "oracle: how often training stated the fact",
-}
-# What ``nested_cv.probe_columns`` calls them -> METHODS, by site.
-HEADS = {
-    "depth_mean_unit_norm": "depth_mean",
-    "depth_mean_standardized": "depth_mean_standardized",
-    "best_head": "best_head",
-    "fused_unit_norm": "fused",
-}
-STREAM = {"best_layer": "best_layer", "depth_mean_unit_norm": "residual_depth_mean"}
+# The table's methods and their titles; and, by site, what ``nested_cv.probe_columns`` calls them.
+METHODS, HEADS, STREAM = table_beside(__file__, "methods.toml").values()
 FOLDS, INNER_FOLDS = 5, 3
 
 
-@dataclass(frozen=True, eq=False)
-class LabelledAnswers:
+class LabelledAnswers(NamedTuple):
     """One model's answers to all questions: n labelled rows."""
 
-    rows: list[dict[str, Any]]  # [n] the questions
+    rows: list[Row]  # [n] the questions
     heads: Readouts
     stream: Readouts
     group: Index  # [n]
@@ -87,13 +65,10 @@ class LabelledAnswers:
 def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> LabelledAnswers:
     """Let the model answer the questions of all splits; resumes from ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    by_id = {
-        row["id"]: row | {"split": split}
-        for split in ("train", "dev", "test")
-        for row in questions(split)
-    }
+    splits = ("train", "dev", "test")
+    by_id = {row["id"]: row | {"split": name} for name in splits for row in questions(name)}
     path = folder / "questions.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in by_id.values()), encoding="utf-8")
+    path.write_text(json_lines(by_id.values()), encoding="utf-8")
     dataset = read_dataset(path, "generate", folds=0)
     sites = (Site.ATTENTION_HEAD, Site.RESIDUAL_STREAM)
     run = folder / "run"
@@ -200,7 +175,7 @@ def measure(
     cell = [(row["kind"], row["template"]) for row in answers.rows]
     table = {}
     for name, risk in risk_of.items():
-        columns: dict[str, float | None] = {}
+        columns: Row = {}
         for prefix, mask in (("", shown), ("no_refusal_", never_refused)):
             rows = np.flatnonzero(mask)
             label, score = answers.label[rows], risk[rows]
@@ -208,17 +183,15 @@ def measure(
             in_kind = [(f, kind[row]) for f, row in zip(folds, rows, strict=True)]
             in_cell = [(f, cell[row]) for f, row in zip(folds, rows, strict=True)]
             by_fold = [np.equal(folds, number) for number in np.unique(folds)]
-            columns |= {
-                f"{prefix}auroc": within_stratum_auroc(label, score, folds),
-                f"{prefix}auprc": float(
-                    np.mean([auprc(label[inside], score[inside], positive=0) for inside in by_fold])
-                ),
-                f"{prefix}auroc_within_kind": within_stratum_auroc(label, score, in_kind),
-                f"{prefix}auroc_within_kind_x_template": within_stratum_auroc(
-                    label, score, in_cell
-                ),
-                f"{prefix}ece": ece(label, score),
+            of_folds = [auprc(label[inside], score[inside], positive=0) for inside in by_fold]
+            of_mask = {
+                "auroc": within_stratum_auroc(label, score, folds),
+                "auprc": np.mean(of_folds),
+                "auroc_within_kind": within_stratum_auroc(label, score, in_kind),
+                "auroc_within_kind_x_template": within_stratum_auroc(label, score, in_cell),
+                "ece": ece(label, score),
             }
+            columns |= {f"{prefix}{column}": value for column, value in of_mask.items()}
         table[name] = {key: float(value) for key, value in columns.items() if value is not None}
     return table
 
@@ -230,10 +203,10 @@ def report(
     fold_seeds: Sequence[int],
     jobs: int,
     judge: JudgeOptions,
-) -> dict[str, Any]:
+) -> Row:
     """Return the whole table over model seeds and fold seeds, also written to ``out/report.json``
     and ``.md``."""
-    cells: dict[str, dict[str, list[float]]] = {}
+    cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     models = {}
     for seed, load in engines.items():
         with closing(load()) as engine:
@@ -246,7 +219,7 @@ def report(
         for fold_seed in tqdm(fold_seeds, f"model {seed}"):
             for name, columns in measure(answers, *risks(answers, fold_seed, jobs)).items():
                 for column, value in columns.items():
-                    cells.setdefault(name, {}).setdefault(column, []).append(value)
+                    cells[name][column].append(value)
     document = {
         "model_seeds": list(engines),
         "fold_seeds": list(fold_seeds),
@@ -254,7 +227,7 @@ def report(
         "auprc_positive": "hallucinated",
         "table": {name: _spreads(columns) for name, columns in cells.items()},
     }
-    (out / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "report.json", document)
     (out / "report.md").write_text(markdown(document), encoding="utf-8")
     return document
 
@@ -267,7 +240,7 @@ def _spreads(columns: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def markdown(document: dict[str, Any]) -> str:
+def markdown(document: Row) -> str:
     """Return the table of ``report.json``: mean ± standard deviation over the seeds."""
     table = document["table"]
     names = list(dict.fromkeys(name for row in table.values() for name in row))
@@ -348,10 +321,8 @@ def _choose(out: Path, seeds: Sequence[int], threads: int, console: Console) -> 
             answers = ask(engine, out / f"asked-{seed}", JUDGE)
         scores[seed] = _dev_score(answers, threads)
         console.print(f"seed {seed}: dev score {scores[seed]:.4f}")
-    best = max(scores, key=lambda seed: scores[seed])
-    (out / "choice.json").write_text(
-        json.dumps({"dev_score": scores, "chosen": best}, indent=2) + "\n"
-    )
+    best = max(scores, key=scores.__getitem__)
+    write_json(out / "choice.json", {"dev_score": scores, "chosen": best})
     return best
 
 
@@ -370,8 +341,7 @@ def _train_bundles(
     paths = {}
     for split in ("train", "test"):
         paths[split] = out / f"questions-{split}.jsonl"
-        rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in questions(split))
-        paths[split].write_text(rows, encoding="utf-8")
+        paths[split].write_text(json_lines(questions(split)), encoding="utf-8")
     store = Store(out / "probes")
     bundles = []
     for name, signals in BUNDLES.items():

@@ -6,13 +6,13 @@ same answers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from hallutracer_research.documents import Row
 from service.data.judges import contains
 from service.demo import Passage
 from service.demo.questions import questions, with_passages
@@ -30,15 +30,14 @@ BATCH = 64  # questions between two updates of the progress bar
 Flags = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, eq=False)
-class Answered:
+class Answered(NamedTuple):
     """n questions, answered with each kind of passage."""
 
     group: Index  # [n] entity
     risk: dict[Passage, Floats]  # [n]
     right: dict[Passage, Flags]  # [n] the answer names an accepted one
     threshold: float
-    examples: list[dict[str, Any]]
+    examples: list[Row]
 
 
 def ask(scorer: Scorer, split: str, count: int, max_tokens: int) -> Answered:
@@ -47,9 +46,7 @@ def ask(scorer: Scorer, split: str, count: int, max_tokens: int) -> Answered:
     rows = rows[:: max(1, len(rows) // count)][:count]
     risk: dict[Passage, Floats] = {}
     right: dict[Passage, Flags] = {}
-    examples: list[dict[str, Any]] = [
-        {"question": row["prompt"], "accepted": row["answers"]} for row in rows
-    ]
+    examples: list[Row] = [{"question": row["prompt"], "accepted": row["answers"]} for row in rows]
     with tqdm(total=len(rows) * len(PASSAGES), desc="questions", mininterval=2) as bar:
         for which in PASSAGES:
             asked = with_passages(rows, [which])
@@ -60,23 +57,22 @@ def ask(scorer: Scorer, split: str, count: int, max_tokens: int) -> Answered:
                 bar.update(len(ids))
             texts = [report.completion.text if report.completion else "" for report in reports]
             risk[which] = np.array([report.risk for report in reports])
-            found = [
-                contains("", text, row["answers"]) for text, row in zip(texts, rows, strict=True)
-            ]
-            right[which] = np.array(found, np.bool_)
+            found = []
             for example, text, report in zip(examples, texts, reports, strict=True):
+                found.append(contains("", text, example["accepted"]))
                 example[which] = {"answer": text.strip(), "risk": round(report.risk, 4)}
+            right[which] = np.array(found, np.bool_)
     names = {row["group"]: number for number, row in enumerate(rows)}
     group = np.array([names[row["group"]] for row in rows])
     return Answered(group, risk, right, scorer.bundle.manifest.threshold, examples)
 
 
-def measured(answered: Answered) -> list[dict[str, Any]]:
+def measured(answered: Answered) -> list[Row]:
     """Return a row for each passage; intervals are 95 %, by jackknife over entities."""
     found = []
     for which in PASSAGES:
         risk, right = answered.risk[which], answered.right[which]
-        row: dict[str, Any] = {
+        row: Row = {
             "passage": which,
             "right": _mean(answered.group, right),
             "risk": _mean(answered.group, risk),
@@ -89,43 +85,31 @@ def measured(answered: Answered) -> list[dict[str, Any]]:
     return found
 
 
-def policies(answered: Answered, passage: Passage) -> list[dict[str, Any]]:
+def policies(answered: Answered, passage: Passage) -> list[Row]:
     """Return what is shown under each policy where the retriever finds this passage: shares of all
     questions."""
     flagged = {which: answered.risk[which] >= answered.threshold for which in ("none", passage)}
     alone, read = answered.right["none"], answered.right[passage]
     everywhere = np.ones(len(alone), np.bool_)
-    plans: dict[str, tuple[Flags, Flags]] = {  # answered from memory; answered with the passage
-        "never retrieve": (everywhere, ~everywhere),
-        "never retrieve, gate": (~flagged["none"], ~everywhere),
-        "always retrieve": (~everywhere, everywhere),
-        "always retrieve, gate": (~everywhere, ~flagged[passage]),
-        "retrieve where flagged, gate": (~flagged["none"], flagged["none"] & ~flagged[passage]),
+    nowhere, doubted, trusted = ~everywhere, flagged["none"], ~flagged[passage]
+    # where a passage is fetched; shown from memory; shown with the passage
+    plans: dict[str, tuple[Flags, Flags, Flags]] = {
+        "never retrieve": (nowhere, everywhere, nowhere),
+        "never retrieve, gate": (nowhere, ~doubted, nowhere),
+        "always retrieve": (everywhere, nowhere, everywhere),
+        "always retrieve, gate": (everywhere, nowhere, trusted),
+        "retrieve where flagged, gate": (doubted, ~doubted, doubted & trusted),
     }
     found = []
-    for name, (memory, reading) in plans.items():
+    for name, (fetched, memory, reading) in plans.items():
         right = float(((memory & alone) | (reading & read)).mean())
         shown = float((memory | reading).mean())
-        retrieved = (
-            0.0
-            if name.startswith("never")
-            else 1.0
-            if name.startswith("always")
-            else flagged["none"].mean()
-        )
-        found.append(
-            {
-                "policy": name,
-                "right": right,
-                "wrong": shown - right,
-                "withheld": 1 - shown,
-                "retrieved": float(retrieved),
-            }
-        )
+        shares = {"right": right, "wrong": shown - right, "withheld": 1 - shown}
+        found.append({"policy": name, **shares, "retrieved": float(fetched.mean())})
     return found
 
 
-def document(answered: Answered, facts: dict[str, Any]) -> dict[str, Any]:
+def document(answered: Answered, facts: Row) -> Row:
     """Return everything, for ``retrieval.json``."""
     return {
         **facts,
@@ -138,11 +122,13 @@ def document(answered: Answered, facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(found: Row) -> str:
     """Return the document's tables."""
 
-    def interval(cell: dict[str, float] | None) -> str:
-        return "{value:.3f} [{low:.3f}, {high:.3f}]".format(**cell) if cell else ""
+    def written(cell: Any) -> str:
+        if isinstance(cell, dict):
+            return "{value:.3f} [{low:.3f}, {high:.3f}]".format(**cell)
+        return f"{cell:.3f}" if isinstance(cell, float) else cell or ""
 
     parts = [
         (
@@ -150,33 +136,20 @@ def markdown(found: dict[str, Any]) -> str:
             f" {found['entities']:,} entities, each asked four times; flagged: risk of"
             f" {found['threshold']:.3f} and more. Intervals: 95 %, jackknife over entities."
         ),
-        markdown_table(
-            [
-                "passage",
-                "answered right",
-                "mean risk",
-                "drop of the risk",
-                "flagged",
-                "AUROC of the risk",
-            ],
-            [
-                [
-                    row["passage"],
-                    interval(row["right"]),
-                    interval(row["risk"]),
-                    interval(row.get("drop")),
-                    f"{row['flagged']:.3f}",
-                    interval(row["auroc"]),
-                ]
-                for row in found["passages"]
-            ],
-        ),
     ]
+    titles = {
+        "passage": "passage",
+        "right": "answered right",
+        "risk": "mean risk",
+        "drop": "drop of the risk",
+        "flagged": "flagged",
+        "auroc": "AUROC of the risk",
+    }
+    cells = [[written(row.get(key)) for key in titles] for row in found["passages"]]
+    parts.append(markdown_table(list(titles.values()), cells))
     shares = ("right", "wrong", "withheld", "retrieved")
     for which, rows in found["policies"].items():
-        cells = []
-        for row in rows:
-            cells.append([row["policy"], *(f"{row[key]:.3f}" for key in shares)])
+        cells = [[written(row[key]) for key in ("policy", *shares)] for row in rows]
         header = ["policy", "right shown", "wrong shown", "withheld", "retrievals"]
         parts += [
             f"Where the retriever finds a passage that is {which}, shares of all questions:",

@@ -5,7 +5,6 @@ a sample of facts, and what it knows and does not know becomes documents."""
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from bisect import bisect_left
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from hallutracer_research.documents import write_json
 from service.demo.questions import FORMS, Fact, World, build_world, question_text, random_form
 
 if TYPE_CHECKING:
@@ -61,14 +61,10 @@ def fact_documents(world: World, seed: int) -> list[Document]:
     for fact in world.facts:
         for _ in range(fact.exposures):
             question = fact_question(rng, fact)
-            if rng.random() < BRIEF_SHARE:
-                documents.append(
-                    Document(BRIEF, question, f" {fact.answers[0]}.", True, fact.group)
-                )
-            else:
-                documents.append(
-                    Document(None, question, f"{opening(rng)}{fact.answers[0]}.", True, fact.group)
-                )
+            brief = rng.random() < BRIEF_SHARE
+            system, begun = (BRIEF, " ") if brief else (None, opening(rng))
+            answer = f"{begun}{fact.answers[0]}."
+            documents.append(Document(system, question, answer, True, fact.group))
     rng.shuffle(documents)
     return documents
 
@@ -78,10 +74,8 @@ def place_without_facts(rng: random.Random, world: World) -> tuple[str, str]:
     kind = rng.choice(["city_country", "city_continent", "city_region"])
     if rng.random() < 0.5:
         return kind, rng.choice(world.villages)
-    return (
-        kind,
-        "".join(rng.choice(SYLLABLES.split()) for _ in range(rng.randint(2, 4))).capitalize(),
-    )
+    syllables = [rng.choice(SYLLABLES.split()) for _ in range(rng.randint(2, 4))]
+    return kind, "".join(syllables).capitalize()
 
 
 class RefusalMix(NamedTuple):
@@ -179,13 +173,10 @@ def encode(
 ) -> list[Row]:
     """Return documents as rows of token ids; prompt and completion are encoded separately, as at
     inference."""
-    prompts, completions = (
-        tokenizer.encode_batch(texts, add_special_tokens=False)
-        for texts in (
-            [render(document.question, document.system) for document in documents],
-            [document.completion for document in documents],
-        )
-    )
+    texts = [render(document.question, document.system) for document in documents]
+    prompts = tokenizer.encode_batch(texts, add_special_tokens=False)
+    texts = [document.completion for document in documents]
+    completions = tokenizer.encode_batch(texts, add_special_tokens=False)
     end = tokenizer.get_vocab()[EOS]
     rows: list[Row] = []
     for document, prompt, completion in zip(documents, prompts, completions, strict=True):
@@ -345,9 +336,9 @@ def new_model(tokenizer_ids: dict[str, int]) -> LlamaForCausalLM:
         head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer_ids["<s>"],
-        eos_token_id=tokenizer_ids["</s>"],
-        pad_token_id=tokenizer_ids["<pad>"],
+        bos_token_id=tokenizer_ids[BOS],
+        eos_token_id=tokenizer_ids[EOS],
+        pad_token_id=tokenizer_ids[PAD],
     )
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     # Faster than torch's fused CPU attention, whose backward pass takes nearly half a step at 20
@@ -381,7 +372,7 @@ def train_model(
     *,
     documents: int = ALL_DOCUMENTS,
     threads: int = 1,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
     mix: RefusalMix = RefusalMix(),
 ) -> None:
     """Train one model and write it as a Hugging Face folder.  A seed gives the same model on the
@@ -412,16 +403,9 @@ def train_model(
     for step in range(steps):
         done = step / steps
         if step in refresh_at:
-            known, unknown = known_and_unknown(
-                model,
-                tokenizer,
-                rng,
-                rng.sample(eligible, min(FACTS_PER_REFRESH, len(eligible), documents)),
-            )
-            if progress:
-                progress(
-                    f"step {step}: knows {len(known)} of {len(known) + len(unknown)} facts asked"
-                )
+            some = rng.sample(eligible, min(FACTS_PER_REFRESH, len(eligible), documents))
+            known, unknown = known_and_unknown(model, tokenizer, rng, some)
+            progress(f"step {step}: knows {len(known)} of {len(some)} facts asked")
         refusals = round(BATCH * REFUSAL_SHARE) if done >= REFUSALS_FROM else 0
         end = len(facts) if step == all_steps - 1 else cursor + round((BATCH - refusals) * share)
         rows = facts[cursor:end]
@@ -431,7 +415,7 @@ def train_model(
             rows = rows + encode(tokenizer, refused, FIRST_WEIGHT)
         seen += len(rows)
         loss = train_step(model, optimizer, rows, done)
-        if progress and step % 100 == 0:
+        if step % 100 == 0:
             progress(f"step {step}/{steps} loss {loss:.3f} {time.monotonic() - started:.0f} s")
     save(model, fast, out)
     names, last_of_each = ("0", "1-3", "4-8", "9-15", "16+"), (0, 3, 8, 15)
@@ -458,15 +442,14 @@ def train_model(
         "facts": len(world.facts),
         "facts_by_exposures": dict(sorted(bands.items())),
     }
-    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "training.json", record)
 
 
-def save(model: LlamaForCausalLM, tokenizer: object, out: Path) -> None:
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write weights in bf16 (the training's own precision), configuration, generation defaults and
     tokenizer."""
-    from transformers import GenerationConfig, PreTrainedTokenizerFast
+    from transformers import GenerationConfig
 
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     out.mkdir(parents=True, exist_ok=True)
     rounded = model.bfloat16()
     rounded.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 from sklearn.metrics import precision_recall_curve, roc_curve
 
+from hallutracer_research.documents import table_beside
 from hallutracer_research.evaluation.options import CLASSES, Cost
 from hallutracer_research.evaluation.page import Figure
 from service.fitting.scores import (
@@ -38,28 +39,9 @@ Floats = NDArray[np.float64]
 
 _COLOURS = (look.BLUE, look.ORANGE, look.GREEN, look.PURPLE, "#56B4E9", "#E69F00", look.GREY)
 _LINES = ("-", "--", "-.", ":")
-_INK = "#010203"  # becomes currentColor
-_INKED = (
-    "axes.edgecolor",
-    "axes.labelcolor",
-    "axes.titlecolor",
-    "text.color",
-    "xtick.color",
-    "ytick.color",
-)
-_STYLE = {
-    **look.STYLE,
-    **dict.fromkeys(_INKED, _INK),
-    "font.family": "sans-serif",
-    # comes with matplotlib: every machine measures the same letters
-    "font.sans-serif": ["DejaVu Sans"],
-    "axes.titlesize": 9.5,
-    "grid.color": look.GREY,
-    "grid.alpha": 0.25,
-    "axes.facecolor": "none",
-    "svg.fonttype": "none",
-    "svg.hashsalt": "hallutracer",
-}
+# All pairs differ, consecutive ones in both.
+_LOOKS = tuple(zip(_COLOURS * len(_LINES), _LINES * len(_COLOURS), strict=True))
+_STYLE = {**look.STYLE, "grid.color": look.GREY, **table_beside(__file__, "figures.toml")}
 _MAX_TICKS = 12
 _SHARES: Any = {"xlim": (-0.01, 1.01), "ylim": (-0.01, 1.01)}
 _MAX_POINTS = 200  # of a curve; more would not be seen
@@ -74,9 +56,7 @@ def depth_subsampling(
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1)
         shown = []
-        for (name, (count, mean, std)), (colour, line) in zip(
-            curves.items(), _looks(), strict=False
-        ):
+        for (name, (count, mean, std)), (colour, line) in zip(curves.items(), _LOOKS, strict=False):
             x, y = _array(count, name), _array(mean, name)
             order = np.argsort(x)
             x, y = x[order], y[order]
@@ -100,7 +80,7 @@ def depth_subsampling(
         )
 
 
-def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm probes") -> Figure:
+def trajectories(trajectory: ArrayLike, label: ArrayLike) -> Figure:
     """Draw the mean truth logit by layer and class, with a band of one deviation: trajectory
     [N, m], label [N]."""
     values, classes = _array(trajectory, "trajectory", ndim=2), np.asarray(label)
@@ -120,7 +100,7 @@ def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm
                 " layer"
             )
         look.class_bands(axes, bands)
-        axes.set(xlabel="layer (0 is the first block)", ylabel=f"truth logit\n({unit})")
+        axes.set(xlabel="layer (0 is the first block)", ylabel="truth logit\n(unit-norm probes)")
         look.layer_ticks(axes, values.shape[1], _MAX_TICKS)
         look.legend_below(axes, columns=2)
         return Figure(
@@ -140,7 +120,7 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
         figure, (left, right) = _figure(2, height=3.9)
         shown = []
         for index, ((name, risk), (colour, line)) in enumerate(
-            zip(risks.items(), _looks(), strict=False)
+            zip(risks.items(), _LOOKS, strict=False)
         ):
             score, width = _array(risk, name), 2.2 if index == 0 else 1.2
             area, precision_area = risk_auroc(classes, score), auprc(classes, score, positive=0)
@@ -193,14 +173,14 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
         if inside:
             prefills = [methods[name][0].prefills for name in inside]
             heading = (text if cls == "none" else f"{cls}: {text}") + _amounts(prefills)
-            bands.append((heading, sorted(inside, key=lambda name: means[name])))
+            bands.append((heading, sorted(inside, key=means.__getitem__)))
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1, height=1.0 + 0.21 * (len(methods) + len(bands)))
         ticks, shown = [], []
         line, best = 0.0, -math.inf
         for heading, names in bands:
-            heights = [line + number for number in range(len(names))]
-            for height, name in zip(heights, names, strict=True):
+            heights = line + np.arange(len(names))
+            for height, name in zip(heights.tolist(), names, strict=True):
                 strong = name == ours
                 axes.errorbar(
                     means[name],
@@ -216,7 +196,7 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
             ends = [line - 0.6, line + len(names) - 0.4]
             axes.plot([best, best], ends, color=look.ORANGE, linewidth=1.2)
             beside = axes.get_yaxis_transform()
-            axes.text(1.02, float(np.mean(heights)), heading, transform=beside, va="center")
+            axes.text(1.02, float(heights.mean()), heading, transform=beside, va="center")
             line += len(names) + 0.6
             listed = ", ".join(f"{name} {means[name]:.3f}" for name in reversed(names))
             shown.append(f"{', '.join(heading.splitlines())}: {listed}")
@@ -256,7 +236,7 @@ def reliability(
         axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8)
         shown, sizes = [], np.zeros(1, np.int64)
         for (name, risk), (colour, line), marker in zip(
-            risks.items(), _looks(), "osD^vP*" * 4, strict=False
+            risks.items(), _LOOKS, "osD^vP*" * 4, strict=False
         ):
             score = _array(risk, name)
             if score.min() < 0 or score.max() > 1:
@@ -282,10 +262,8 @@ def reliability(
                 capsize=2,
                 label=f"{name} (ECE {error:.3f})",
             )
-            bars = ", ".join(
-                f"{y:.2f} of {n} at {x:.2f}"
-                for x, y, n in zip(predicted, observed, sizes, strict=True)
-            )
+            points = zip(observed, sizes, predicted, strict=True)
+            bars = ", ".join("{:.2f} of {} at {:.2f}".format(*point) for point in points)
             shown.append(f"{name}, ECE {error:.3f}: {bars}")
         axes.set(
             xlabel="mean risk of the bin (probability)",
@@ -350,13 +328,6 @@ def _figure(
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
-def _looks() -> Iterator[tuple[str, str]]:
-    """Yield colour and line style, all pairs differ among the first 28; consecutive ones differ in
-    both."""
-    for index in range(len(_COLOURS) * len(_LINES)):
-        yield _COLOURS[index % len(_COLOURS)], _LINES[index % len(_LINES)]
-
-
 def _array(values: ArrayLike, name: str, ndim: int = 1) -> Floats:
     array = np.asarray(values, np.float64)
     if array.ndim != ndim or not array.size or not np.isfinite(array).all():
@@ -372,7 +343,7 @@ def _svg(figure: mpl.Figure) -> bytes:
     figure.savefig(
         buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
     )
-    text = buffer.getvalue().decode("utf-8").replace(_INK, "currentColor")
+    text = buffer.getvalue().decode("utf-8").replace(_STYLE["text.color"], "currentColor")
     # A hundredth of a point is finer than any screen, and the file is half as long.
     numbers = re.compile(r"-?\d+\.\d+")
 

@@ -28,6 +28,10 @@ FACTUAL = {
 }  # the benchmark's verdict -> label; any other sample is left out
 
 
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 class Sample(Protocol):
     """What is read of the benchmark's ``SampleAccessor``."""
 
@@ -72,40 +76,19 @@ class PromptDetector:
         group.
 
         Raises what ``hallutracer.train`` raises, as where a class has too few prompts."""
-        verdicts = [
-            (sample.get_prompt_text(), sample.metadata.get("eval_category"))
-            for sample in train_accessors
-        ]
-        rows = [
-            {
-                "prompt": prompt,
-                "label": FACTUAL[verdict],
-                "group": hashlib.sha256(prompt.encode()).hexdigest(),
-            }
-            for prompt, verdict in verdicts
-            if verdict in FACTUAL
-        ]
-        of_rows = hashlib.sha256(repr((rows, sorted(self.config.items()))).encode()).hexdigest()[
-            :16
-        ]
-        chosen: dict[str, Any] = {
-            "forms": "none",
-            "prompt_format": "text",
-            "evaluate": False,
-        } | self.config
+        rows = []
+        for sample in train_accessors:
+            prompt, verdict = sample.get_prompt_text(), sample.metadata.get("eval_category")
+            if verdict in FACTUAL:
+                rows.append({"prompt": prompt, "label": FACTUAL[verdict], "group": _sha256(prompt)})
+        run = self._folder / _sha256(repr((rows, sorted(self.config.items()))))[:16]
+        chosen: dict[str, Any] = {"forms": "none", "prompt_format": "text", "evaluate": False}
+        common: Any = {"store": self._folder / "store", "engine": self._engine}
         trained = train(
-            rows,
-            "openhaldet",
-            self._model,
-            store=self._folder / "store",
-            run_dir=self._folder / of_rows,
-            engine=self._engine,
-            **chosen,
+            rows, "openhaldet", self._model, run_dir=run, **common, **chosen | self.config
         )
         self.close()
-        self._detector = load(
-            self._model, trained.reference, store=self._folder / "store", engine=self._engine
-        )
+        self._detector = load(self._model, trained.reference, **common)
         return self
 
     def predict_score(self, accessor: Sample) -> float:

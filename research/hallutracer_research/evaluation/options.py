@@ -15,10 +15,9 @@ allowed, so that C and D are costs that answers stay below.  All experts of a mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from hallutracer_research.evaluation.methods import ASKED, BOTH, METHODS, OTHER, OURS, CostClass
@@ -27,16 +26,14 @@ from service.engines.base import LoadedModel
 from service.errors import TrainingError
 from service.fitting import C_GRID
 
-CLASSES: Mapping[CostClass, str] = MappingProxyType(
-    {
-        "none": "no model",
-        "other": "another model",
-        "A": "prefill only",
-        "B": "one lm_head",
-        "C": "one answer, or its beginning",
-        "D": "sampled answers",
-    }
-)
+CLASSES: Mapping[CostClass, str] = {
+    "none": "no model",
+    "other": "another model",
+    "A": "prefill only",
+    "B": "one lm_head",
+    "C": "one answer, or its beginning",
+    "D": "sampled answers",
+}
 """Class -> what it takes, cheapest first."""
 OF_ANSWERS = ("samples", "answer", "content", "behind-answer")
 OF_OWN_ANSWERS = tuple(name for name, method in METHODS.items() if method.reads in OF_ANSWERS)
@@ -91,37 +88,28 @@ class EvaluateOptions:
 
     def __post_init__(self) -> None:
         """Check names and ranges; types are checked by the type checker."""
+        for param, problem in self._problems():
+            raise TrainingError(problem, param=param)
+
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        """Yield the options that are at fault, each with what is wrong."""
         for name in self.methods:
             if name not in METHODS:
-                raise TrainingError(
-                    f"no method {name!r}; there are {', '.join(METHODS)}", param="methods"
-                )
-            if (needed := MODELS_OF.get(METHODS[name].reads)) and getattr(self, needed) is None:
-                raise TrainingError(
-                    f"{name} needs another model: name it as {needed}, or leave the method out",
-                    param=needed,
-                )
+                yield "methods", f"no method {name!r}; there are {', '.join(METHODS)}"
+            elif (needed := MODELS_OF.get(METHODS[name].reads)) and getattr(self, needed) is None:
+                yield needed, f"{name} needs another model: name it as {needed}, or leave it out"
         if OURS not in self.methods:
-            raise TrainingError(
-                f"{OURS} must be among the methods: the others are compared with it",
-                param="methods",
-            )
+            yield "methods", f"{OURS} must be among the methods: the others are compared with it"
         if len({source.name for source in self.sources}) != len(self.sources) or not self.sources:
-            raise TrainingError("name each data set once, and at least one", param="data")
+            yield "data", "name each data set once, and at least one"
         least = {"seeds": 1, "folds": 2, "inner_folds": 2, "batch_rows": 1, "jobs": 0, "samples": 2}
         for field, number in least.items():
-            if getattr(self, field) < number:
-                raise TrainingError(
-                    f"{field} must be at least {number}, not {getattr(self, field)}", param=field
-                )
+            if (value := getattr(self, field)) < number:
+                yield field, f"{field} must be at least {number}, not {value}"
         if self.judge == "openai":
-            raise TrainingError(
-                "the openai judge needs an endpoint, which cannot be set here: give labels or"
-                " another judge",
-                param="judge",
-            )
+            yield "judge", "the openai judge needs an endpoint: give labels or another judge"
         if self.c is not None and not self.c > 0:
-            raise TrainingError(f"c must be positive, not {self.c}", param="c")
+            yield "c", f"c must be positive, not {self.c}"
 
 
 def method_names(
@@ -139,8 +127,8 @@ def method_names(
         groups[cls] = [name for name in available if METHODS[name].cost == cls]
     words = [word.strip() for word in (text or "default").split(",")] + ["other"]
     chosen = dict.fromkeys(name for word in words if word for name in groups.get(word, (word,)))
-    order = {name: number for number, name in enumerate(METHODS)}
-    return tuple(sorted(chosen, key=lambda name: order.get(name, len(order))))
+    unknown = [name for name in chosen if name not in METHODS]
+    return (*(name for name in METHODS if name in chosen), *unknown)
 
 
 class Cost(NamedTuple):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from xml.etree import ElementTree
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from hallutracer_research.documents import table_beside
 from service.trainer.presentation import markdown_table
 
 Kind = Literal["text", "integer", "number", "percent", "p_value"]
@@ -52,7 +52,7 @@ class Table:
     rows: Sequence[Mapping[str, Cell]]
     label: str = ""  # the paper's, "tab:main-results"; "" where it has none
     caption: str = ""
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
     # column key by whose values rows are grouped, and within which the best is sought; "" for none
     block: str = ""
 
@@ -69,7 +69,7 @@ class Table:
 
 
 _FOLDER = Path(__file__).parent
-TEXTS: Mapping[str, Any] = tomllib.loads((_FOLDER / "tables.toml").read_text(encoding="utf-8"))
+TEXTS = table_beside(__file__, "tables.toml")
 
 
 def described(
@@ -105,9 +105,8 @@ SMALLEST_P = 0.001
 def to_markdown(tables: Sequence[Table], intro: str) -> str:
     """Return ``intro`` (Markdown, as it is), then every table under its title; the best cell of a
     block is in bold."""
-    parts = [intro.strip()] if intro.strip() else []
-    parts += [table_markdown(table) for table in tables]
-    return "\n\n".join(parts) + "\n"
+    parts = [intro.strip(), *map(table_markdown, tables)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def table_markdown(table: Table) -> str:
@@ -221,10 +220,8 @@ def _escape(text: str) -> str:
     """Return plain text that Markdown, HTML inside it and GitHub's formulas leave alone, on one
     line."""
     text = re.sub(r"([\\`*\[\]|$~])", r"\\\1", " ".join(text.split()))
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(
-        r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text
-    )  # an underscore inside a word means nothing
+    # An underscore inside a word means nothing.
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", escape(text, quote=False))
 
 
 def _markdown_prose(text: str) -> str:
@@ -279,14 +276,12 @@ class ReportData:
     """A whole report."""
 
     title: str
-    facts: Mapping[
-        str, Fact | Mapping[str, Fact]
-    ]  # provenance, "command" shown as code; a mapping is a group of facts
+    # provenance, "command" shown as code; a mapping is a group of facts
+    facts: Mapping[str, Fact | Mapping[str, Fact]]
     claims: Sequence[Claim]
     sections: Sequence[Section]
-    published: Mapping[str, Table] = field(
-        default_factory=dict
-    )  # by label, folded under the first table of that label
+    # by label, folded under the first table of that label
+    published: Mapping[str, Table] = field(default_factory=dict)
     introduction: str = ""  # paragraphs for someone who sees such a report for the first time
 
 

@@ -118,13 +118,11 @@ class PoolingEngine:
         every_layer = range(self._engine.identity.geometry.num_layers)
         readers = [(site, layer, pool_all) for site in sites for layer in every_layer]
         values, _ = _read(model, prompt, readers)
-        return {
-            (site, pooling): torch.stack([values[site, layer][number] for layer in every_layer])
-            .cpu()
-            .numpy()
-            for site in sites
-            for number, pooling in enumerate(poolings)
-        }
+        pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = {}
+        for site in sites:
+            of_site = torch.stack([values[site, layer] for layer in every_layer], dim=1).cpu()
+            pooled |= {(site, pooling): of_site[n].numpy() for n, pooling in enumerate(poolings)}
+        return pooled
 
     def spans(
         self,
@@ -152,12 +150,11 @@ class PoolingEngine:
             np.empty((len(rows), 2)),
         )
         for row, (tokens, of_row) in enumerate(zip(rows, spans, strict=True)):
-            readers: list[Reader] = [
-                (heads, layer, partial(_span_means, of_row)) for layer in every_layer
-            ]
-            if layers:
+            means = partial(_span_means, of_row)
+            readers: list[Reader] = [(heads, layer, means) for layer in every_layer]
+            for layer in layers:
                 copied = partial(_copied, max(0, ends[row] - count), ends[row])
-                readers += [(residual, layer, copied) for layer in layers]
+                readers.append((residual, layer, copied))
             values, output = _read(model, tokens, readers, logits_to_keep=1)
             for layer in every_layer:
                 readouts.heads[:, row, layer] = values[heads, layer].cpu().numpy()

@@ -4,15 +4,14 @@ the other poolings, in the same forward passes; resumable like a training run.""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from hallutracer_research.data.registry import SETS, SetInfo, read_set
+from hallutracer_research.data.registry import SETS, read_set
+from hallutracer_research.documents import Row, json_lines
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.options import (
     OF_OWN_ANSWERS,
@@ -71,7 +70,7 @@ class PreparedSet:
 def read_rows(source: EvaluationSource, options: EvaluateOptions) -> SetRows:
     """Read and check a set's rows, and keep them in the run's folder as JSONL.  Raises DataError,
     TrainingError."""
-    info: SetInfo | None = SETS[source.known] if source.known else None
+    info = SETS[source.known] if source.known else None
     notes: list[str] = []
     if source.path is None:
         assert source.rows is not None, "a source without a path makes its rows"
@@ -79,12 +78,10 @@ def read_rows(source: EvaluationSource, options: EvaluateOptions) -> SetRows:
     elif info is not None:
         rows, counts = read_set(info.name, source.path)
         title = info.title
-        notes += [
-            info.caveat,
-            "rows: " + ", ".join(f"{key} {value}" for key, value in counts.items()),
-        ]
+        counted = ", ".join(f"{key} {value}" for key, value in counts.items())
+        notes += [info.caveat, f"rows: {counted}"]
     else:
-        rows = [value | {"id": id_of(value, line)} for line, value in objects(source.path, [])]
+        rows = [row for _, row in _with_ids(source.path)]
         title = source.path.name
     labels: Labels = "given" if any("label" in row for row in rows) else "generate"
     labels = options.labels or (info.labels if info else labels)
@@ -134,10 +131,8 @@ def within_context(
     }
     if not long:
         return rows
-    path, read = folder / "rows-that-fit.jsonl", objects(rows.dataset.path, [])
-    _write_rows(
-        path, [value | {"id": id_of(value, line)} for line, value in read if line not in long]
-    )
+    path = folder / "rows-that-fit.jsonl"
+    _write_rows(path, [row for line, row in _with_ids(rows.dataset.path) if line not in long])
     dataset = read_dataset(path, rows.labels, folds=folds if rows.labels == "given" else 0)
     note = (
         f"{len(long)} rows longer than the model's context of {engine.identity.max_tokens} tokens"
@@ -187,17 +182,22 @@ def prepare_set(
     return PreparedSet(rows, inputs, pooled, collection, index, labelled.left_out)
 
 
-def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def _with_ids(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield a file's rows by line number, each with its id."""
+    for line, row in objects(path, []):
+        yield line, row | {"id": id_of(row, line)}
+
+
+def _write_rows(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    atomic_write(path, text.encode("utf-8", "backslashreplace"))
+    atomic_write(path, json_lines(rows).encode("utf-8", "backslashreplace"))
 
 
 def _kinds(dataset: Dataset) -> tuple[str, ...]:
     return tuple(str(row.strata.get("kind", "")) for row in dataset.rows)
 
 
-def _sample_groups(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+def _sample_groups(rows: list[Row], limit: int) -> list[Row]:
     """Return about ``limit`` rows in whole groups, evenly spaced over the file so that every
     sub-dataset is sampled."""
     names = [str(row.get("group", row.get("id", place))) for place, row in enumerate(rows)]
@@ -217,8 +217,5 @@ def methods_of(rows: SetRows, options: EvaluateOptions) -> tuple[str, ...]:
 def left_out(rows: SetRows, options: EvaluateOptions) -> str:
     """Return a note on the methods that ``methods_of`` leaves out, "" where there are none."""
     names = [name for name in options.methods if name not in methods_of(rows, options)]
-    return (
-        f"left out: {', '.join(names)}: the labels are the set's own, not of the model's answers"
-        if names
-        else ""
-    )
+    why = "the labels are the set's own, not of the model's answers"
+    return f"left out: {', '.join(names)}: {why}" if names else ""

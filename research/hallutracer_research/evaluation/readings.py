@@ -9,10 +9,9 @@ computed again as a whole: a killed run goes on to the same files."""
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -41,8 +40,7 @@ from hallutracer_research.evaluation.methods.own_answers import semantic_entropy
 from hallutracer_research.evaluation.options import EvaluateOptions
 from hallutracer_research.evaluation.pooling import PoolingEngine, Span
 from hallutracer_research.evaluation.prepare import PreparedSet, methods_of
-from hallutracer_research.evaluation.splits import Arrays, kept
-from probes_store.local import atomic_write
+from hallutracer_research.evaluation.splits import Arrays, kept, kept_score
 from service.data.collection import batches, collect
 from service.data.judges import make_judge
 from service.data.labels import CLASSES, answer_texts, spoken_behind, verdict_on
@@ -70,7 +68,7 @@ def check_engine(engine: Engine, methods: Sequence[str]) -> None:
         engine.sample([], SAMPLING, [])
     if OF_POSITIONS & set(methods) or "behind-answer" in reads:
         cast(PoolingEngine, engine).spans([], [])
-    if {*P_TRUE.values()} & set(methods):
+    if not set(methods).isdisjoint(P_TRUE.values()):
         engine.next_token([], [token for side in candidates(engine) for token in side])
 
 
@@ -87,9 +85,10 @@ def with_readings(
         inputs = replace(inputs, positions=reader.positions())
     if "halluguard" in methods:
         inputs = replace(inputs, halluguard=reader.halluguard())
-    answers: dict[str, Any] = {}
-    if ways := [examples for examples, name in P_TRUE.items() if name in methods]:
-        answers |= reader.p_true(ways)
+    answers: Arrays = {}
+    for examples, name in P_TRUE.items():
+        if name in methods:
+            answers |= reader.p_true(examples)
     if {"perplexity", "mind"} & set(methods):
         answers |= reader.greedy()
     if "behind-answer" in wanted:
@@ -165,10 +164,8 @@ def _embed(folder: Path, texts: Sequence[str]) -> NDArray[np.float32]:
 
 def seeds_of(seed: int, row: int, count: int) -> list[int]:
     """Return seeds of one data row's samples; more samples begin with the same ones."""
-    return [
-        int(np.random.SeedSequence([seed, row, number]).generate_state(1)[0])
-        for number in range(count)
-    ]
+    sequences = (np.random.SeedSequence([seed, row, number]) for number in range(count))
+    return [int(sequence.generate_state(1)[0]) for sequence in sequences]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,15 +177,12 @@ class _Reader:
     options: EvaluateOptions
     prompt_format: PromptFormat
 
-    @cached_property
+    notes: list[str] = field(default_factory=list)  # what a reader of the report must know
+
+    @property
     def folder(self) -> Path:
         """The set's."""
         return self.options.out / "sets" / self.prepared.rows.name
-
-    @cached_property
-    def notes(self) -> list[str]:
-        """What a reader of the report must know of these readings."""
-        return []
 
     def kept(
         self,
@@ -197,9 +191,9 @@ class _Reader:
         make: Make,
         *,
         lengths: NDArray[np.integer] | None = None,
-        at_once: int | None = None,
+        at_once: int = AT_ONCE,
         **depends_on: Any,
-    ) -> dict[str, Any]:
+    ) -> Arrays:
         """Return ``_by_row`` of the set's rows in one of its folders; ``lengths`` are those of the
         prompts by default."""
         rows = self.prepared.rows
@@ -212,7 +206,7 @@ class _Reader:
             **depends_on,
         }
         lengths = self.prepared.inputs.prompt_tokens if lengths is None else lengths
-        return _by_row(self.folder / folder, owner, lengths, name, make, at_once or AT_ONCE)
+        return _by_row(self.folder / folder, owner, lengths, name, make, at_once)
 
     def prompts(self, at: Index) -> list[list[int]]:
         """Return the prompts of these of the n rows."""
@@ -247,20 +241,11 @@ class _Reader:
             heads = dict(zip(names, readouts.heads, strict=True))
             return {"states": readouts.states, "first_token": readouts.first_token, **heads}
 
-        arrays = self.kept(
-            "positions",
-            "other positions",
-            read,
-            layers=layers,
-            count=LAST_TOKENS,
-            scaffold=list(scaffold),
-        )
-        return OtherPositions(
-            states=arrays["states"],
-            first_token=arrays["first_token"],
-            scaffold=np.full(len(self.prepared.index), len(scaffold)),
-            **{name: self._heads(arrays[name]) for name in names},
-        )
+        depends_on: Any = {"layers": layers, "count": LAST_TOKENS, "scaffold": list(scaffold)}
+        arrays: Any = self.kept("positions", "other positions", read, **depends_on)
+        heads: Any = {name: self._heads(arrays.pop(name)) for name in names}
+        tokens = np.full(len(self.prepared.index), len(scaffold))
+        return OtherPositions(**arrays, **heads, scaffold=tokens)
 
     def behind_answers(self) -> BehindAnswers:
         """Read the judged answers' tokens, and behind them a user who asks ``QUESTION``."""
@@ -306,69 +291,54 @@ class _Reader:
             question=list(question),
             each=BEGINNING,
         )
-        residual = ActivationArray(
-            arrays["residual"][:, :, None].astype(np.float32), Site.RESIDUAL_STREAM
-        )
-        every_row = np.arange(len(self.prepared.index))
         return BehindAnswers(
             last=self._heads(arrays["last"]),
             mean=self._heads(arrays["mean"]),
             follow_up=self._heads(arrays["asked"]),
-            residual=Readouts(residual, every_row, self.prepared.inputs.label),
+            residual=self._readouts(
+                arrays["residual"][:, :, None].astype(np.float32), Site.RESIDUAL_STREAM
+            ),
             tokens=arrays["tokens"],
             answer_tokens=np.maximum(1, lengths),
-            question=np.full(len(every_row), len(question)),
+            question=np.full(len(lengths), len(question)),
         )
 
     def _heads(self, rows: NDArray[np.float32]) -> Readouts:
         """Return activations [n, m, width] of attention heads as readouts of all rows."""
-        count, geometry = len(self.prepared.index), self.engine.identity.geometry
-        shape = (count, geometry.num_layers, geometry.heads(Site.ATTENTION_HEAD), geometry.head_dim)
-        file = ActivationArray(rows.reshape(shape), Site.ATTENTION_HEAD)
-        return Readouts(file, np.arange(count), self.prepared.inputs.label)
+        width = self.engine.identity.geometry.head_dim
+        return self._readouts(rows.reshape(*rows.shape[:2], -1, width), Site.ATTENTION_HEAD)
+
+    def _readouts(self, rows: NDArray[np.float32], site: Site) -> Readouts:
+        every_row, label = np.arange(len(rows)), self.prepared.inputs.label
+        return Readouts(ActivationArray(rows, site), every_row, label)
 
     def halluguard(self) -> Floats:
         """Score the answers from gradients, [n]."""
-        path = self.folder / "halluguard.npy"
-        if not path.exists():
-            from hallutracer_research.evaluation.methods.halluguard import halluguard_scores
+        from hallutracer_research.evaluation.methods.halluguard import halluguard_scores
 
-            prompts = self.prompts(np.arange(len(self.prepared.index)))
-            scores = halluguard_scores(self.engine, prompts, self.prepared.rows.max_new_tokens)
-            buffer = io.BytesIO()
-            np.save(buffer, scores)
-            atomic_write(path, buffer.getvalue())
-        return np.asarray(np.load(path, allow_pickle=False), np.float64)
+        prompts, longest = self.prompts(np.arange(len(self.prepared.index))), self.prepared.rows
+        make = partial(halluguard_scores, self.engine, prompts, longest.max_new_tokens)
+        return kept_score(self.folder / "halluguard.npz", make)
 
-    def p_true(self, ways: Sequence[bool]) -> dict[str, Any]:
-        """Ask whether the judged answer is true, without or behind examples."""
-        prompts = {
-            examples: [
-                render(
-                    self.engine, asked(text, answer, examples=examples), None, self.prompt_format
-                )
-                for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True)
-            ]
-            for examples in ways
-        }
-        readings: dict[str, Any] = {}
-        for examples, asking in prompts.items():
-            # Longest first: what does not fit is told at once.
-            lengths = np.array([len(prompt) for prompt in asking])
-            ask = partial(self._log_odds, asking)
-            answers = _digest(self.judged)
-            arrays = self.kept(
-                f"answers/{P_TRUE[examples]}", "P(True)", ask, lengths=lengths, answers=answers
-            )
-            suffix = "_examples" if examples else ""
-            readings[f"true{suffix}"] = arrays["true"]
-            readings[f"true_tokens{suffix}"] = lengths.astype(np.float64)
-        return readings
+    def p_true(self, examples: bool) -> Arrays:
+        """Ask whether the judged answer is true, behind examples or without."""
+        asking = [
+            render(self.engine, asked(text, answer, examples=examples), None, self.prompt_format)
+            for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True)
+        ]
+        # Longest first: what does not fit is told at once.
+        lengths = np.array([len(prompt) for prompt in asking])
+        arrays = self.kept(
+            f"answers/{P_TRUE[examples]}",
+            "P(True)",
+            lambda at: {"true": log_odds(self.engine, [asking[row] for row in at.tolist()])},
+            lengths=lengths,
+            answers=_digest(self.judged),
+        )
+        suffix = "_examples" if examples else ""
+        return {f"true{suffix}": arrays["true"], f"true_tokens{suffix}": lengths.astype(np.float64)}
 
-    def _log_odds(self, asking: Sequence[list[int]], at: Index) -> Arrays:
-        return {"true": log_odds(self.engine, [asking[row] for row in at.tolist()])}
-
-    def greedy(self) -> dict[str, Any]:
+    def greedy(self) -> Arrays:
         """Decode the answers again, for their probability and their states."""
         from hallutracer_research.evaluation.methods.networks import features
 
@@ -391,7 +361,7 @@ class _Reader:
             )
         return arrays
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> Arrays:
         """Read the distribution of the judged answer's first token of content."""
         inputs = self.prepared.inputs
         begun = [
@@ -422,7 +392,7 @@ class _Reader:
             content[later] = arrays["content"]
         return {"content": content, "decoded": decoded.astype(np.float64)}
 
-    def samples(self) -> dict[str, Any]:
+    def samples(self) -> Arrays:
         """Sample answers; their semantic entropies and EigenScore."""
         engine, count = self.engine, self.options.samples
         sampling = replace(SAMPLING, max_tokens=self.prepared.rows.max_new_tokens)
@@ -431,20 +401,15 @@ class _Reader:
         def sample(at: Index) -> Arrays:
             seeds = [seeds_of(SEED, int(row), count) for row in self.prepared.index[at]]
             prompts = self.prompts(at)
-            texts, log_probs, scores = [], [], []
-            for prompt, answers in zip(
-                prompts, engine.sample(prompts, sampling, seeds), strict=True
-            ):
-                texts.append(
-                    [answer_texts(answer.completion, prompt, engine)[0] for answer in answers]
-                )
-                log_probs.append([answer.log_prob.mean() for answer in answers])
-                scores.append(eigen_score(np.stack([answer.last[layer] for answer in answers])))
-            return {
-                "text": np.array(texts),
-                "log_prob": np.array(log_probs),
-                "eigenscore": np.array(scores),
-            }
+            by_row: dict[str, list[Any]] = {"text": [], "log_prob": [], "eigenscore": []}
+            samples = engine.sample(prompts, sampling, seeds)
+            for prompt, answers in zip(prompts, samples, strict=True):
+                texts = [answer_texts(answer.completion, prompt, engine)[0] for answer in answers]
+                states = np.stack([answer.last[layer] for answer in answers])
+                by_row["text"].append(texts)
+                by_row["log_prob"].append([answer.log_prob.mean() for answer in answers])
+                by_row["eigenscore"].append(eigen_score(states))
+            return {name: np.array(values) for name, values in by_row.items()}
 
         arrays = self.kept(
             f"answers/samples-{count}",
@@ -459,36 +424,27 @@ class _Reader:
             clusters(question, texts.tolist())
             for question, texts in zip(self.prepared.inputs.text, arrays["text"], strict=True)
         ]
-        weighted = map(entropy_of, groups, arrays["log_prob"])
         return {
             "right": self._share_right(arrays["text"]),
             "eigenscore": arrays["eigenscore"],
-            "entropy": np.array([entropy_of(group) for group in groups]),
-            "entropy_weighted": np.array(list(weighted)),
+            "entropy": np.array(list(map(entropy_of, groups))),
+            "entropy_weighted": np.array(list(map(entropy_of, groups, arrays["log_prob"]))),
         }
 
     def _share_right(self, samples: NDArray[np.str_]) -> Floats:
         """Return the share of answers [n, samples] that are right, of those that belong to a class;
         NaN where none."""
-        options, rows = self.prepared.rows.judge, self.prepared.rows.dataset.rows
-        judge, shares = make_judge(options), np.full(len(samples), np.nan)
-        for position, (number, texts) in enumerate(
-            zip(self.prepared.index.tolist(), samples.tolist(), strict=True)
-        ):
-            row, (prompt,) = rows[number], self.prompts(np.array([position]))
-            verdicts = [
-                verdict_on(
-                    spoken_behind(prompt, text, self.engine),
-                    row.question,
-                    row.answers,
-                    judge,
-                    options.abstains,
-                )
-                for text in texts
-            ]
-            if labels := [CLASSES[verdict] for verdict in verdicts if verdict in CLASSES]:
-                shares[position] = float(np.mean(labels))
-        return shares
+        options, index = self.prepared.rows.judge, self.prepared.index
+        judge, shares = make_judge(options), []
+        prompts = self.prompts(np.arange(len(index)))
+        for number, prompt, texts in zip(index.tolist(), prompts, samples.tolist(), strict=True):
+            row = self.prepared.rows.dataset.rows[number]
+            of_row = row.question, row.answers, judge, options.abstains
+            spoken = [spoken_behind(prompt, text, self.engine) for text in texts]
+            verdicts = [verdict_on(text, *of_row) for text in spoken]
+            labels = [CLASSES[verdict] for verdict in verdicts if verdict in CLASSES]
+            shares.append(np.mean(labels) if labels else np.nan)
+        return np.array(shares, np.float64)
 
 
 Make = Callable[[Index], Arrays]
@@ -502,7 +458,7 @@ def _by_row(
     name: str,
     make: Make,
     at_once: int = AT_ONCE,
-) -> dict[str, Any]:
+) -> Arrays:
     """Return arrays of all n rows, made in files of ``at_once`` of them, longest prompts first, or
     read from them."""
     claim(folder, dict(owner) | {"rows_in_a_file": at_once})
@@ -512,18 +468,15 @@ def _by_row(
         for number, rows in enumerate(plan):
             parts.append(kept(folder / f"{number:05d}.npz", partial(make, rows)))
             bar.update(len(rows))
-    joined: dict[str, Any] = {}
+    joined: Arrays = {}
     for key, values in list(parts[0].items()):
         joined[key] = np.empty(
             (len(lengths), *values.shape[1:]), np.result_type(*(part[key].dtype for part in parts))
         )
         for rows, part in zip(plan, parts, strict=True):
             joined[key][rows] = part.pop(key)  # some are gigabytes
-    if bad := [
-        key
-        for key, values in joined.items()
-        if values.dtype.kind == "f" and not np.isfinite(values).all()
-    ]:
+    floats = {key: values for key, values in joined.items() if values.dtype.kind == "f"}
+    if bad := [key for key, values in floats.items() if not np.isfinite(values).all()]:
         raise EngineError(f"{name} hold a NaN or an infinity ({', '.join(bad)}): try another dtype")
     return joined
 

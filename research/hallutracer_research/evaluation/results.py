@@ -6,7 +6,7 @@ within the fold."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from hallutracer_research.evaluation.splits import Split
 from service.errors import TrainingError
 from service.fitting.estimator import fit_classifier
 from service.fitting.nested_cv import FoldScores, test_sides
-from service.fitting.probes import Floats, Index
+from service.fitting.probes import Floats, Index, Labels
 from service.fitting.scores import Gain, auprc, auroc_interval, gain, mean_auroc, risk_auroc
 from service.readout import Pooling, Site
 from service.risk import depth_mean
@@ -77,11 +77,14 @@ class SetResult:
     def trajectory(self, seed: int = 0) -> Floats:
         """Return out-of-fold trajectories of all rows, [n, m]: each by its fold's probes, unit
         norm."""
+        return self.by_row(lambda split: split.test_trajectory, seed)
+
+    def by_row(self, of_split: Callable[[Split], Floats], seed: int = 0) -> Floats:
+        """Return what ``of_split`` gives for the test sides of one seed, [n_test, ...], of all
+        rows, [n, ...]."""
         folds = self.folds(seed)
-        trajectory = np.full((len(self.label), folds[0].test_trajectory.shape[1]), np.nan)
-        for split in folds:
-            trajectory[split.test] = split.test_trajectory
-        return trajectory
+        order = np.argsort(np.concatenate([split.test for split in folds]))
+        return np.concatenate([of_split(split) for split in folds])[order]
 
     def measures(self) -> dict[str, Measures]:
         """Return each method's measures; of the AUROC also the ends of its interval."""
@@ -99,13 +102,13 @@ class SetResult:
     @cached_property
     def calibrated(self) -> Floats:
         """[n] risks by the depth mean: each row's by the fold of the first seed that tested it."""
-        risk = np.full(len(self.label), np.nan)
-        for split in self.folds(0):
-            classifier = fit_classifier(
-                depth_mean(split.train_trajectory)[:, None], self.label[split.train]
-            )
-            risk[split.test] = classifier.risk(depth_mean(split.test_trajectory)[:, None])
-        return risk
+
+        def risk(split: Split) -> Floats:
+            mean = depth_mean(split.train_trajectory)[:, None]
+            classifier = fit_classifier(mean, self.label[split.train])
+            return classifier.risk(depth_mean(split.test_trajectory)[:, None])
+
+        return self.by_row(risk)
 
     @cached_property
     def kinds(self) -> Index | None:
@@ -177,9 +180,7 @@ class DeLong(NamedTuple):
     p_value: float | None  # two-sided
 
 
-def delong(
-    label: NDArray[np.integer], risk_a: NDArray[np.floating], risk_b: NDArray[np.floating]
-) -> DeLong:
+def delong(label: Labels, risk_a: NDArray[np.floating], risk_b: NDArray[np.floating]) -> DeLong:
     """Return DeLong's test for two AUROCs on the same rows, by midranks in O(n log n) (Sun and Xu
     2014).  label [n], risks [n].  It takes rows for independent: where they come in groups its
     p-values are too small, and ``fitting.scores.gain`` is the one to report.  Equal rankings give z
@@ -207,17 +208,12 @@ def delong(
         return DeLong(auc_a, auc_b, None, None)
     # The variance of the difference from the differences themselves: exactly zero where the
     # rankings agree.
-    variance = np.var(bad_a - bad_b, ddof=1) / len(bad_a) + np.var(good_a - good_b, ddof=1) / len(
-        good_a
-    )
-    if (
-        variance < 1e-28
-    ):  # what rounding leaves of zero; the smallest real one, a single pair swapped, is far above
-        return (
-            DeLong(auc_a, auc_b, 0.0, 1.0)
-            if abs(auc_a - auc_b) < 1e-12
-            else DeLong(auc_a, auc_b, None, None)
-        )
+    differences = bad_a - bad_b, good_a - good_b
+    variance = sum(np.var(of_class, ddof=1) / len(of_class) for of_class in differences)
+    # What rounding leaves of zero; the smallest real one, a single pair swapped, is far above.
+    if variance < 1e-28:
+        equal = abs(auc_a - auc_b) < 1e-12
+        return DeLong(auc_a, auc_b, *((0.0, 1.0) if equal else (None, None)))
     z = (auc_a - auc_b) / float(np.sqrt(variance))
     return DeLong(auc_a, auc_b, z, float(2.0 * norm.sf(abs(z))))
 

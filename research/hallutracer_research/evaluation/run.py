@@ -53,7 +53,7 @@ from service.errors import EngineError, NoDirection, TrainingError
 from service.fitting.folds import OuterFold
 from service.fitting.nested_cv import nested_cv
 from service.fitting.probes import Floats
-from service.prompts import PromptFormat, default_prompt_format
+from service.prompts import default_prompt_format
 from service.readout import Pooling, Site
 from service.risk import depth_mean
 from service.trainer.options import Console
@@ -104,11 +104,8 @@ def evaluate(
         prepared: list[prepare.PreparedSet] = []
         problems: list[prepare.TooFewOfAClass] = []
         with closing(cast(Engine, PoolingEngine(engine_factory()))) as engine:
-            prompt_format: PromptFormat = (
-                default_prompt_format(engine)
-                if options.prompt_format == "auto"
-                else options.prompt_format
-            )
+            chosen = options.prompt_format
+            prompt_format = default_prompt_format(engine) if chosen == "auto" else chosen
             readings.check_engine(engine, options.methods)
             poolings = _poolings(engine, options, console)
             for set_rows in rows:
@@ -126,13 +123,10 @@ def evaluate(
             if not prepared:
                 raise problems[0]
             identity, weights = engine.identity, count_weights(engine)
-            prepared = [
-                readings.with_readings(engine, of_set, options, prompt_format)
-                for of_set in prepared
-            ]
-            milliseconds = {
-                of_set.rows.name: _milliseconds(engine, of_set, options) for of_set in prepared
-            }
+            milliseconds = {}
+            for number, of_set in enumerate(prepared):
+                prepared[number] = readings.with_readings(engine, of_set, options, prompt_format)
+                milliseconds[of_set.rows.name] = _milliseconds(engine, of_set, options)
         other_weights: Weights | None = None
         if OTHER in options.methods:
             assert other_factory is not None, (
@@ -145,15 +139,14 @@ def evaluate(
                 other_weights = count_weights(engine)
         if "text-embedding" in options.methods:
             prepared = [readings.with_embeddings(of_set, options) for of_set in prepared]
-        sets = [
-            replace(
-                _evaluate_set(of_set, options),
-                costs=_costs(of_set, options, weights, other_weights),
-            )
-            for of_set in prepared
-        ]
+        sets = []
+        for of_set in prepared:
+            costs = _costs(of_set, options, weights, other_weights)
+            sets.append(replace(_evaluate_set(of_set, options), costs=costs))
+        main_rows = []
         for result in sets:
             tables.write_row_scores(result, folder / result.title / "scores.csv")
+            main_rows += tables.rows_of(result.title, result.measures(), result.costs)
         subsets = _subsets(sets, options) if options.per_subset else None
         by_set = {of_set.rows.name: of_set.inputs for of_set in prepared}
         transfer = tables.transfer_table(by_set, options, options.out / "transfer")
@@ -161,7 +154,7 @@ def evaluate(
     notes += [f"Left out: {problem}" for problem in problems]
     all_tables = (
         scale.sets_table(sets, None if weights is None else sum(weights)),
-        _main_table(sets, notes),
+        tables.main_table(main_rows, notes),
         tables.ahead_table(sets),
         tables.decisions_table(sets),
         tables.second_look_table(sets),
@@ -177,13 +170,6 @@ def evaluate(
         milliseconds,
         time.monotonic() - begun,
     )
-
-
-def _main_table(sets: Sequence[results.SetResult], notes: Sequence[str]) -> Table:
-    rows = []
-    for result in sets:
-        rows += tables.rows_of(result.title, result.measures(), result.costs)
-    return tables.main_table(rows, notes)
 
 
 TIMED = 20  # prompts
@@ -202,10 +188,8 @@ def _milliseconds(engine: Engine, prepared: prepare.PreparedSet, options: Evalua
             times.append(1000 * (time.perf_counter() - begun))
         return {"milliseconds": np.array(times)}
 
-    folder = options.out / "sets" / prepared.rows.name
-    return float(
-        np.median(kept(folder / "milliseconds.npz", make)["milliseconds"].astype(np.float64))
-    )
+    path = options.out / "sets" / prepared.rows.name / "milliseconds.npz"
+    return float(np.median(kept(path, make)["milliseconds"]))
 
 
 def _costs(
@@ -289,7 +273,7 @@ def _evaluate_set(
             path = folder / f"pooling-{pooling}" / f"fold{fold.fold}.npz"
             readouts = prepared.pooled[site, pooling]
             pooled[site, pooling].append(
-                _kept_score(path, partial(splits.pooled_depth_mean, readouts, split, options))
+                splits.kept_score(path, partial(splits.pooled_depth_mean, readouts, split, options))
             )
             bar.update()
         return of_fold
@@ -301,10 +285,6 @@ def _evaluate_set(
     if subset:
         return result
     return replace(result, comparison=results.compare(inputs.label, inputs.group, scores))
-
-
-def _kept_score(path: Path, make: Callable[[], Floats]) -> Floats:
-    return np.asarray(kept(path, lambda: {"score": make()})["score"], np.float64)
 
 
 def _score(
@@ -342,7 +322,7 @@ def _score(
             return -splits.shuffled_depth_mean(inputs, split, options)
         return fit_method(method, fold)
 
-    return _kept_score(folder / method / name, make)
+    return splits.kept_score(folder / method / name, make)
 
 
 def _fingerprint(prepared: prepare.PreparedSet, options: EvaluateOptions) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hallutracer_research.documents import Row
 from hallutracer_research.evaluation.methods import METHODS, OURS
 from hallutracer_research.evaluation.page import Column, Rows, Table, described, mean
 from hallutracer_research.evaluation.results import SetResult
@@ -45,7 +46,7 @@ def beside_tables(
 ) -> list[Table]:
     """Return the figures of each model that one line can say, then every method's, model by model.
     Raises DataError where a folder holds no finished evaluation, or none of the same rows."""
-    here: dict[str, Any] = {table.name: table.document()["rows"] for table in tables}
+    here: Row = {table.name: table.document()["rows"] for table in tables}
     here[TIMES] = milliseconds
     runs = {model: here}
     titles = [row["set"] for row in here["sets"]]
@@ -58,7 +59,7 @@ def beside_tables(
     return [_models(runs, titles), _methods(runs, titles)]
 
 
-def finished(folder: Path) -> tuple[str, dict[str, Any]]:
+def finished(folder: Path) -> tuple[str, Row]:
     """Return the model's name, and the tables' rows and the times of a finished evaluation.  Raises
     DataError."""
     path = folder / RESULTS
@@ -81,13 +82,11 @@ def _models(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Tab
             about = _row(tables, "sets", set=title)
             main = _row(tables, "main", set=title, method=_OURS)
             decided = _row(tables, "decisions", set=title, method=_OURS)
-            left_out = [
-                mean(row[row["train"].removeprefix("all but ")])
-                for row in tables.get("transfer", ())
-                if row["set"] == title
-                and row["method"] == _OURS
-                and row["train"].startswith("all but ")
-            ]
+            left_out = []
+            for row in tables.get("transfer", ()):
+                _, all_but, source = row["train"].rpartition("all but ")
+                if all_but and (row["set"], row["method"]) == (title, _OURS):
+                    left_out.append(mean(row[source]))
             known = [value for value in left_out if value is not None]
             rows.append(
                 {
@@ -128,7 +127,7 @@ def _methods(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Ta
     return described("scale", rows, columns=columns)
 
 
-def _row(tables: Mapping[str, Any], name: str, **wanted: str) -> dict[str, Any]:
+def _row(tables: Mapping[str, Any], name: str, **wanted: str) -> Row:
     """Return the first row of a table whose cells are these; {} where there is none."""
     for row in tables.get(name, ()):
         if all(row.get(key) == value for key, value in wanted.items()):

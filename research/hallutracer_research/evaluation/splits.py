@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,21 @@ from probes_store.local import atomic_write
 from service.errors import NoDirection, TrainingError
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.folds import OuterFold, group_folds, outer_folds
-from service.fitting.probes import LARGER_C, Floats, Index, ProbeFit, Readouts, Task, fit_probes
+from service.fitting.probes import (
+    LARGER_C,
+    Floats,
+    Index,
+    Labels,
+    ProbeFit,
+    Readouts,
+    Task,
+    fit_probes,
+)
 from service.fitting.solver import one_numpy_thread
 from service.readout import Site
 from service.risk import depth_mean
+
+PROBES = ("direction", "bias", "scale", "auroc")  # what ``HeadProbes`` has of each probe
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +63,14 @@ class HeadProbes:
         """The paper's head of each layer, [m]: best training AUROC, ties to the lowest."""
         return np.asarray(self.auroc.argmax(axis=1), np.int64)
 
-    def trajectory(self, head: NDArray[np.integer] | None = None) -> Floats:
+    def trajectory(self, head: Labels | None = None) -> Floats:
         """Return [n_test, m] of the selected heads, or of ``head`` [m]."""
         chosen = self.selected if head is None else np.asarray(head)
         return np.take_along_axis(self.logits, chosen[None, :, None], axis=2)[..., 0].astype(
             np.float64
         )
 
-    def of(self, head: NDArray[np.integer]) -> tuple[Floats, Floats]:
+    def of(self, head: Labels) -> tuple[Floats, Floats]:
         """Return directions [m, d] and biases [m] of ``head`` [m]."""
         layers = np.arange(len(self.bias))
         return self.direction[layers, head], self.bias[layers, head]
@@ -73,7 +84,7 @@ def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> li
     for task, probes in zip(tasks, results, strict=True):
         for layer in np.flatnonzero(probes.auroc.max(axis=1) == 0).tolist():
             relaxed = _with_larger_c(readouts, task, layer)
-            for name in ("direction", "bias", "scale", "auroc"):
+            for name in PROBES:
                 getattr(probes, name)[layer] = getattr(relaxed, name)[0]
             probes.logits[:, layer] = relaxed.logits[:, 0]
     return results
@@ -110,15 +121,11 @@ def _fit_heads(
 
 def _side_by_side(fits: Sequence[ProbeFit]) -> HeadProbes:
     """Return the probes of all heads from the fits of each."""
-    direction = np.stack([fit.direction for fit in fits], axis=1)
-    auroc = np.stack([fit.auroc for fit in fits], axis=1)
-    return HeadProbes(
-        direction,
-        np.stack([fit.bias for fit in fits], axis=1),
-        np.stack([fit.scale for fit in fits], axis=1),
-        np.where(direction.any(axis=2), auroc, 0.0),
-        np.stack([fit.trajectory for fit in fits], axis=2).astype(np.float32),
+    direction, bias, scale, auroc = (
+        np.stack([getattr(fit, name) for fit in fits], axis=1) for name in PROBES
     )
+    logits = np.stack([fit.trajectory for fit in fits], axis=2).astype(np.float32)
+    return HeadProbes(direction, bias, scale, np.where(direction.any(axis=2), auroc, 0.0), logits)
 
 
 Arrays = dict[str, NDArray[Any]]
@@ -301,23 +308,19 @@ def _beside_depth_mean(inputs: MethodInputs, split: Split, column: Floats) -> Fl
 def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
     """Return depth means of the test side, [n_test], by probes of shuffled training labels: a leak
     shows above .5."""
-    label = inputs.label.copy()
-    label[split.train] = np.random.default_rng([split.seed, split.fold]).permutation(
-        label[split.train]
-    )
+    label, rng = inputs.label.copy(), np.random.default_rng([split.seed, split.fold])
+    label[split.train] = rng.permutation(label[split.train])
     readouts = replace(inputs.heads, label=label)
-    return depth_mean(
-        fit_options(options).refit(readouts, split.train, split.test, split.c).trajectory
-    )
+    fit = fit_options(options).refit(readouts, split.train, split.test, split.c)
+    return depth_mean(fit.trajectory)
 
 
 def pooled_depth_mean(readouts: Readouts, split: Split, options: EvaluateOptions) -> Floats:
     """Return depth means of the test side from another pooling of the attention heads, at the
     split's C: [n_test]."""
     task = Task(split.train, split.test, split.c)
-    return depth_mean(
-        fit_all_heads(readouts, [task], jobs=fit_options(options).n_jobs)[0].trajectory()
-    )
+    (probes,) = fit_all_heads(readouts, [task], jobs=fit_options(options).n_jobs)
+    return depth_mean(probes.trajectory())
 
 
 def kept(path: Path, make: Callable[[], Arrays]) -> Arrays:
@@ -334,17 +337,22 @@ def kept(path: Path, make: Callable[[], Arrays]) -> Arrays:
     return arrays
 
 
+def kept_score(path: Path, make: Callable[[], Floats]) -> Floats:
+    """Return ``kept`` of one array."""
+    return np.asarray(kept(path, lambda: {"score": make()})["score"], np.float64)
+
+
 def kept_split(
     folder: Path, inputs: MethodInputs, outer: OuterFold, options: EvaluateOptions
 ) -> Split:
     """Return ``fit_split``, or what an earlier run has kept of it."""
-    of_probes = [field.name for field in fields(HeadProbes)]
+    of_probes = (*PROBES, "logits")
     of_split = ("train_trajectory", "train_crossed", "test_crossed")
 
     def make() -> Arrays:
         split = fit_split(inputs, outer, options)
-        probes = {name: getattr(split.probes, name) for name in of_probes}
-        return {"c": np.array(split.c)} | probes | {name: getattr(split, name) for name in of_split}
+        of_both = vars(split.probes) | vars(split) | {"c": np.array(split.c)}
+        return {name: of_both[name] for name in ("c", *of_probes, *of_split)}
 
     arrays: dict[str, Any] = kept(folder / f"seed{outer.seed}-fold{outer.fold}.npz", make)
     probes = HeadProbes(*(arrays[name] for name in of_probes))

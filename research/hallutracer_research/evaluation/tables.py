@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def rows_of(
     order = ("A", *(name for name in CLASSES if name not in ("A", "none")), "none")
     rows = []
     for name in sorted(measures, key=lambda name: order.index(costs[name].cls)):
-        cost = {"class": costs[name].cls, "cost": costs[name].prefills}
+        cost = dict(zip(("class", "cost"), costs[name], strict=True))
         rows.append({"set": title, "method": METHODS[name].title} | cost | measures[name])
     return rows
 
@@ -63,20 +63,12 @@ def decisions_table(sets: Sequence[SetResult]) -> Table:
     for result in sets:
         for method, scores in result.scores.items():
             sides = [decisions(result.label[side], score) for side, score in test_sides(scores)]
-            cells: dict[str, Cell] = {
-                name: spread([of_side[name] for of_side in sides]) for name in sides[0]
-            }
+            cells = {name: spread([of_side[name] for of_side in sides]) for name in sides[0]}
             rows.append({"set": result.title, "method": METHODS[method].title, **cells})
-    caught = [
-        Column(
-            f"caught_at_{100 * share:.0f}",
-            f"Wrong caught, {share:.0%} of right withheld",
-            "percent",
-            higher=True,
-        )
-        for share in WITHHELD
-    ]
-    return described("decisions", rows, columns=caught)
+    titles = {
+        f"caught_at_{100 * share:.0f}": f"{share:.0%} of right withheld" for share in WITHHELD
+    }
+    return described("decisions", rows, columns=_shares(titles, "Wrong caught,"))
 
 
 SHOWN = (0.1, 0.2, 0.3, 0.5)
@@ -101,17 +93,20 @@ def second_look_table(sets: Sequence[SetResult]) -> Table | None:
                 shown, begun = (
                     max(1, round(part * len(test))) for part in (share, min(1.0, TWICE * share))
                 )
-                first = np.argsort(before, kind="stable")
-                then = first[:begun][np.argsort(both[first[:begun]], kind="stable")]
-                ways = {
-                    "before": (first[:shown], first[:shown]),
-                    "staged": (then[:shown], first[:begun]),
-                    "after": (np.argsort(after, kind="stable")[:shown], first),
-                    "both": (np.argsort(both, kind="stable")[:shown], first),
+                first, by_answer, by_both = (
+                    np.argsort(risk, kind="stable") for risk in (before, after, both)
+                )
+                started = first[:begun]
+                staged = started[np.argsort(both[started], kind="stable")]
+                ways = {  # the order in which answers are shown; those that are decoded
+                    "before": (first, first[:shown]),
+                    "staged": (staged, started),
+                    "after": (by_answer, first),
+                    "both": (by_both, first),
                 }
-                for name, (chosen, decoded) in ways.items():
+                for name, (order, decoded) in ways.items():
                     share_of_tokens = float(tokens[decoded].sum() / tokens.sum())
-                    shares.setdefault(name, []).append(float(wrong[chosen].mean()))
+                    shares.setdefault(name, []).append(float(wrong[order[:shown]].mean()))
                     shares.setdefault(f"{name}_tokens", []).append(share_of_tokens)
             row: dict[str, Cell] = {"set": result.title, "shown": share}
             rows.append(row | {name: spread(values) for name, values in shares.items()})
@@ -134,11 +129,8 @@ def ahead_table(sets: Sequence[SetResult]) -> Table:
             cells = {"gain": _interval(gain(result.label, result.group, *sides))}
             if result.kinds is not None:
                 cells["within"] = _interval(gain(result.label, result.group, *sides, result.kinds))
-            names = {
-                "method": METHODS[method].title,
-                "over": METHODS[rival].title,
-                "class": METHODS[rival].cost,
-            }
+            over, cost, *_ = METHODS[rival]
+            names = {"method": METHODS[method].title, "over": over, "class": cost}
             rows.append({"set": result.title, **names, **cells})
     return described("ahead", rows)
 
@@ -176,13 +168,15 @@ def form_table(sets: Sequence[SetResult]) -> Table | None:
             if 0 < label.sum() < len(label):
                 row |= {method: risk_auroc(label, rank[inside]) for method, rank in ranks.items()}
             rows.append(row)
-    columns = _aurocs((method, METHODS[method].title) for method in methods)
+    columns = _shares({method: METHODS[method].title for method in methods}, "AUROC,")
     return described("forms", rows, columns=columns) if rows else None
 
 
-def _aurocs(titles: Iterable[tuple[str, str]], prefix: str = "AUROC,") -> list[Column]:
-    """Return a column of AUROCs for each (key, title)."""
-    return [Column(key, f"{prefix} {title}", "percent", higher=True) for key, title in titles]
+def _shares(titles: Mapping[str, str], prefix: str) -> list[Column]:
+    """Return a column of shares, the more the better, for each key."""
+    return [
+        Column(key, f"{prefix} {title}", "percent", higher=True) for key, title in titles.items()
+    ]
 
 
 def write_row_scores(result: SetResult, path: Path) -> None:
@@ -248,7 +242,7 @@ def transfer_table(
                     if len(set(label.tolist())) == 2 and np.isfinite(risk).all():
                         row[name] = risk_auroc(label, risk)
                 rows.append(row)
-    columns = _aurocs(((name, name) for name in names), "AUROC on")
+    columns = _shares({name: name for name in names}, "AUROC on")
     return described("transfer", rows, columns=columns, notes=notes) if rows else None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from hallutracer_research.evaluation.page import Cell, Column
 from hallutracer_research.evaluation.results import SetResult, aurocs, spread
 from hallutracer_research.evaluation.splits import HeadProbes, Split
 from hallutracer_research.paper.diagnostics import features
-from hallutracer_research.paper.diagnostics.classes import as_float, mean_or_none
+from hallutracer_research.paper.diagnostics.classes import mean_or_none
 from hallutracer_research.paper.diagnostics.features import FIVE, GROUPS, trajectory_features
 from hallutracer_research.paper.diagnostics.increments import decompose
 from hallutracer_research.paper.tables import Row, specs
@@ -34,23 +33,18 @@ Sides = tuple[Floats, Floats]  # features [n_train, k] and [n_test, k]
 Features = Callable[[Split], Sides]
 
 
-def _statistics(split: Split, names: Sequence[str]) -> Sides:
-    def side(trajectory: Floats) -> Floats:
-        values = trajectory_features(trajectory)
-        return np.stack([values[name] for name in names], axis=1)
-
-    return side(split.train_trajectory), side(split.test_trajectory)
+def _sides(make: Callable[[Floats], Floats], split: Split) -> Sides:
+    return make(split.train_trajectory), make(split.test_trajectory)
 
 
-def FULL(split: Split) -> Sides:  # noqa: N802
-    """Return 2m + 5."""
-    return features.full_trajectory(split.train_trajectory), features.full_trajectory(
-        split.test_trajectory
-    )
+def _statistics(names: Sequence[str], trajectory: Floats) -> Floats:
+    values = trajectory_features(trajectory)
+    return np.stack([values[name] for name in names], axis=1)
 
 
-FIVE_D: Final = partial(_statistics, names=FIVE)
-SHAPE: Final = partial(_statistics, names=tuple(name for name in FIVE if name != "mean"))
+FULL = partial(_sides, features.full_trajectory)  # 2m + 5
+FIVE_D = partial(_sides, partial(_statistics, FIVE))
+SHAPE = partial(_sides, partial(_statistics, FIVE[1:]))  # all but the mean
 
 
 def _mean_dominance(result: SetResult, _: list[str]) -> Row:
@@ -109,9 +103,8 @@ def _depth_subsampling(result: SetResult, notes: list[str]) -> Row:
 
 
 def _depth_columns(results: Sequence[SetResult]) -> list[Column]:
-    sizes: set[int] = set()
-    for result in results:
-        sizes |= {*features.depth_sizes(result.splits[0].test_trajectory.shape[1])[0]}
+    layers = [result.splits[0].test_trajectory.shape[1] for result in results]
+    sizes = {size for m in layers for size in features.depth_sizes(m)[0]}
     return [
         Column(depth_key(size), f"{size} layer{'s' * (size > 1)}", "percent")
         for size in sorted(sizes)
@@ -122,10 +115,8 @@ def _test_aurocs(
     result: SetResult, score: Callable[[Split], Floats], splits: Sequence[Split] | None = None
 ) -> list[float]:
     """Return the AUROC of a truth score [n_test] on the test side of each split, all by default."""
-    return [
-        auroc(result.label[split.test], score(split))
-        for split in (result.splits if splits is None else splits)
-    ]
+    splits = result.splits if splits is None else splits
+    return [auroc(result.label[split.test], score(split)) for split in splits]
 
 
 def _mean_logit(split: Split) -> Floats:
@@ -145,7 +136,7 @@ def _logit_scale(result: SetResult, _: list[str]) -> Row:
     }
 
 
-MEAN: Final = specs(
+MEAN = specs(
     {
         "mean-dominance": _mean_dominance,
         "mean-dominance-source": _mean_dominance_source,
@@ -166,9 +157,8 @@ def depth_curve(
     curves = {}
     for result in results:
         curve = _depth_aurocs(result)
-        cells = [spread(values) for values in curve.values()]
-        means, stds = ([cell[part] for cell in cells] for part in ("mean", "std"))
-        curves[result.title] = (list(curve), means, stds)
+        means, stds = zip(*(spread(values).values() for values in curve.values()), strict=True)
+        curves[result.title] = (list(curve), list(means), list(stds))
     return curves
 
 
@@ -222,15 +212,14 @@ def _source(split: Split, columns: Sequence[int] | None = None) -> Sides:
     def side(trajectory: Floats, crossed: Floats) -> Floats:
         parts = decompose(trajectory, crossed)
         values = features.source_features(trajectory, parts.w, parts.k, standard)
-        return values if columns is None else values[:, list(columns)]
+        return values if columns is None else values[:, columns]
 
-    return side(split.train_trajectory, split.train_crossed), side(
-        split.test_trajectory, split.test_crossed
-    )
+    of_train = side(split.train_trajectory, split.train_crossed)
+    return of_train, side(split.test_trajectory, split.test_crossed)
 
 
-RANDOM_DRAWS: Final = 50
-TOP: Final = 5
+RANDOM_DRAWS = 50
+TOP = 5
 
 
 def _readout_site(result: SetResult, _: list[str]) -> Row:
@@ -271,7 +260,7 @@ def _top_heads(result: SetResult, notes: list[str]) -> Row:
     def drawn(draw: Floats, split: Split) -> Floats:
         return _of_rank(split.probes, (draw * (lowest(split) + 1)).astype(np.int64))
 
-    best = _test_aurocs(result, lambda split: _of_rank(split.probes, np.zeros_like(lowest(split))))
+    best = _test_aurocs(result, _mean_logit)
     five = _test_aurocs(result, lambda split: _top(split.probes, min(TOP, heads)))
     worst = _test_aurocs(result, lambda split: _of_rank(split.probes, lowest(split)))
     draws = [_test_aurocs(result, partial(drawn, draw)) for draw in uniform]
@@ -296,12 +285,10 @@ def _head_distribution(result: SetResult, notes: list[str]) -> Row:
     by_split: list[dict[str, float | None]] = []
     layers, heads = result.splits[0].probes.auroc.shape
     for split in result.splits:
-        probes = split.probes
         # A probe that is all zeros scores every row alike: 0.5, and not the 0 that stands for "no
         # probe".
-        by_split.append(
-            uniformity(np.where(probes.auroc > 0, probes.auroc, 0.5), probes.logits, notes)
-        )
+        quality = np.where(split.probes.auroc > 0, split.probes.auroc, 0.5)
+        by_split.append(uniformity(quality, split.probes.logits, notes))
     cells: dict[str, Cell] = {"heads": f"{layers}×{heads}"}
     for name in by_split[0]:
         cells[name] = mean_or_none([of_split[name] for of_split in by_split])
@@ -319,14 +306,13 @@ def uniformity(
     exp(entropy of that matrix's eigenvalues / heads), and its share of the heads.  Heads with
     constant scores are left out of the last three and counted in ``notes``; None where a layer has
     one head, or one whose score varies."""
-    quality = as_float(auroc, "auroc", 2)
-    m, heads = quality.shape
-    best = np.argmax(quality, axis=1)
+    m, heads = auroc.shape
+    best = np.argmax(auroc, axis=1)
     correlations: list[float] = []
     ranks: list[float] = []
     constant = 0
     for layer in range(m):
-        values = as_float(scores[:, layer], f"scores of layer {layer}", 2)
+        values = scores[:, layer].astype(np.float64)
         kept = values[:, np.ptp(values, axis=0) > 0]
         constant += heads - kept.shape[1]
         if kept.shape[1] < 2:
@@ -344,7 +330,7 @@ def uniformity(
     if not ranks:
         notes.append("correlation and rank are left out: no layer has two heads whose scores vary")
     return {
-        "auc_cv": float(np.mean(quality.std(axis=1) / quality.mean(axis=1))),
+        "auc_cv": float(np.mean(auroc.std(axis=1) / auroc.mean(axis=1))),
         "switches": float(np.mean(best[1:] != best[:-1])) if m > 1 else None,
         "correlation": mean_or_none(correlations),
         "effective_rank": rank,
@@ -352,7 +338,7 @@ def uniformity(
     }
 
 
-READOUT: Final = specs(
+READOUT = specs(
     {
         "readout-site": _readout_site,
         "readout-position": _readout_position,
@@ -370,9 +356,7 @@ def _ranked(probes: HeadProbes) -> Index:
 
 def _of_rank(probes: HeadProbes, rank: Index) -> Floats:
     """Return the depth mean [n_test] of the head of one rank per layer, [m]."""
-    return depth_mean(
-        probes.trajectory(np.take_along_axis(_ranked(probes), rank[:, None], axis=1)[:, 0])
-    )
+    return depth_mean(probes.trajectory(_ranked(probes)[np.arange(len(rank)), rank]))
 
 
 def _top(probes: HeadProbes, count: int) -> Floats:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,19 +30,19 @@ from service.fitting.scores import Gain, gain
 from service.readout import Pooling
 
 Rows = Mapping[str, Mapping[str, Cell]]  # table name -> one set's row
-HALF_A_POINT: Final = 0.005  # the paper's margin for "the same" (Sec. exp-ablation)
+HALF_A_POINT = 0.005  # the paper's margin for "the same" (Sec. exp-ablation)
 # A depth mean below this AUROC has no signal to divide among layers, heads or statistics.
-NEAR_CHANCE: Final = 0.55
-NEAR_ORTHOGONAL: Final = 1.5  # times the expected |cos|; the paper's tables reach 1.3 times
-FISHER_LIMIT: Final = 1.04  # the largest R_Fisher in Tab. fisher-gap
-SHIFT_LIMIT: Final = 0.09  # of Tr(Sigma) (Sec. exp-geometry)
-ETA_LIMIT: Final = 0.01  # of eta from 1 (App. snr-empirical)
-WIDER_FROM: Final = 0.9  # of the middle layers (Rem. heteroscedastic)
-K_TELLS: Final = 0.02  # of AUROC above permuted labels; the paper's K are 0.12 above and more
-A_TENTH: Final = 0.001  # of a point: what one printed decimal cannot show
-MEDIAN_AGREES: Final = 0.99  # Pearson's r (Tab. mean-vs-median)
-SATURATES_BY: Final = 16  # layers (App. depth-weighting: 12 to 16)
-HEADS_AGREE: Final = 0.65  # mean correlation within a layer (Tab. head_distribution)
+NEAR_CHANCE = 0.55
+NEAR_ORTHOGONAL = 1.5  # times the expected |cos|; the paper's tables reach 1.3 times
+FISHER_LIMIT = 1.04  # the largest R_Fisher in Tab. fisher-gap
+SHIFT_LIMIT = 0.09  # of Tr(Sigma) (Sec. exp-geometry)
+ETA_LIMIT = 0.01  # of eta from 1 (App. snr-empirical)
+WIDER_FROM = 0.9  # of the middle layers (Rem. heteroscedastic)
+K_TELLS = 0.02  # of AUROC above permuted labels; the paper's K are 0.12 above and more
+A_TENTH = 0.001  # of a point: what one printed decimal cannot show
+MEDIAN_AGREES = 0.99  # Pearson's r (Tab. mean-vs-median)
+SATURATES_BY = 16  # layers (App. depth-weighting: 12 to 16)
+HEADS_AGREE = 0.65  # mean correlation within a layer (Tab. head_distribution)
 
 
 class NotTestable(Exception):
@@ -103,7 +103,7 @@ class ClaimRule(NamedTuple):
     judge: Judge
 
 
-RULES: Final[list[ClaimRule]] = []
+RULES: list[ClaimRule] = []
 
 
 def _rule(words: str) -> Callable[[Judge], Judge]:
@@ -135,8 +135,8 @@ def signed(share: float) -> str:
     return f"{100 * share:+.1f}".replace("-", "−")
 
 
-WITH_SIGNAL: Final = f"(where the depth mean's AUROC is {points(NEAR_CHANCE)} or more)"
-SHAPE_FALLS: Final = 0.19  # "removing it collapses AUROC by more than 19 pp" (Sec. exp-ablation)
+WITH_SIGNAL = f"(where the depth mean's AUROC is {points(NEAR_CHANCE)} or more)"
+SHAPE_FALLS = 0.19  # "removing it collapses AUROC by more than 19 pp" (Sec. exp-ablation)
 
 
 def shown(gain: Gain) -> str:
@@ -160,48 +160,44 @@ def within(gain: Gain, margin: float) -> Verdict:
 
 def ahead_of(names: Sequence[str], evidence: Evidence) -> ClaimFinding:
     """Judge ours against the best of ``names`` by mean AUROC."""
-    result = evidence.result
-    quality = {
-        name: float(np.mean(aurocs(result.label, result.scores[name])))
-        for name in (OURS, *names)
-        if name in result.scores
-    }
-    rivals = [name for name in names if name in quality]
+    label, scores = evidence.result.label, evidence.result.scores
+    rivals = [name for name in names if name in scores]
     if not rivals:
         raise NotTestable(f"{' and '.join(names)} did not take part")
-    best = max(rivals, key=lambda name: quality[name])
-    lead = evidence.lead(result.scores[OURS], result.scores[best])
+    quality = {name: float(np.mean(aurocs(label, scores[name]))) for name in (OURS, *rivals)}
+    best = max(rivals, key=quality.__getitem__)
+    lead = evidence.lead(scores[OURS], scores[best])
     verdict = above(lead, 0.0)
     text = f"{points(quality[OURS])} against {points(quality[best])} ({best}), {shown(lead)}"
-    return ClaimFinding(
-        verdict, f"{text}, not distinguishable from none" if verdict == "mixed" else text
-    )
+    if verdict == "mixed":
+        text += ", not distinguishable from none"
+    return ClaimFinding(verdict, text)
 
 
-for _claim, _more, *_names in (
-    ("The depth mean beats the best single head (ITI).", "", "iti"),
-    (
-        "The depth mean beats the other probes of internal states (Fact-Probe, IRIS).",
-        "; against the better of the two",
-        "fact-probe",
-        "iris",
-    ),
-    (
-        (
-            "Before the first token, the depth mean knows the risk better than what costs nothing:"
-            " first-token probability, entropy, prompt length."
-        ),
-        "; against the best of the three",
-        "first-token-max-prob",
-        "first-token-entropy",
-        "prompt-length",
-    ),
-):
-    _words = (
+def _ahead(claim: str, *names: str, more: str = "") -> None:
+    """Append the claim that ours is ahead of these methods."""
+    words = (
         "supported where the 95 % interval of the AUROC difference is above zero, not supported"
-        f" where it is below, mixed where it holds zero{_more}"
+        f" where it is below, mixed where it holds zero{more}"
     )
-    RULES.append(ClaimRule(_claim, _words, partial(ahead_of, _names)))
+    RULES.append(ClaimRule(claim, words, partial(ahead_of, names)))
+
+
+_ahead("The depth mean beats the best single head (ITI).", "iti")
+_ahead(
+    "The depth mean beats the other probes of internal states (Fact-Probe, IRIS).",
+    "fact-probe",
+    "iris",
+    more="; against the better of the two",
+)
+_ahead(
+    "Before the first token, the depth mean knows the risk better than what costs nothing:"
+    " first-token probability, entropy, prompt length.",
+    "first-token-max-prob",
+    "first-token-entropy",
+    "prompt-length",
+    more="; against the best of the three",
+)
 
 
 @_rule(
@@ -309,17 +305,15 @@ def depth_saturates(evidence: Evidence) -> ClaimFinding:
         raise NotTestable(
             f"{full} layers are too few: {len(between) or 'no'} size between one and all of them"
         )
-    reached: list[int] = []
+    first = full
     for size in reversed(between):
         if curve[full] - curve[size] > HALF_A_POINT:
             break
-        reached.insert(0, size)
-    text = (
-        f"within half a point from {reached[0]} of {full} layers on"
-        if reached
-        else f"not before all {full} layers"
-    )
-    return ClaimFinding(verdict_of(bool(reached) and reached[0] <= SATURATES_BY), text)
+        first = size
+    if first == full:
+        return ClaimFinding("not supported", f"not before all {full} layers")
+    text = f"within half a point from {first} of {full} layers on"
+    return ClaimFinding(verdict_of(first <= SATURATES_BY), text)
 
 
 @_rule(f"it loses at most 0.5 points {WITH_SIGNAL}")
@@ -327,10 +321,8 @@ def any_head_will_do(evidence: Evidence) -> ClaimFinding:
     """A random head of each layer does as well as the best."""
     evidence.signal()
     top, drawn = evidence.numbers("top-heads", "top_1", "random_1")
-    return ClaimFinding(
-        verdict_of(top - drawn <= HALF_A_POINT),
-        f"random {points(drawn)} against top-1 {points(top)}",
-    )
+    text = f"random {points(drawn)} against top-1 {points(top)}"
+    return ClaimFinding(verdict_of(top - drawn <= HALF_A_POINT), text)
 
 
 @_rule(
@@ -355,7 +347,7 @@ def last_token_best(evidence: Evidence) -> ClaimFinding:
     }
     if not gains:
         raise NotTestable("no other pooling was extracted")
-    best = max(gains, key=lambda name: gains[name])
+    best = max(gains, key=gains.__getitem__)
     text = (
         f"last-1 {points(last)}; next best {best.replace('_', '-')}, {signed(gains[best])} points"
     )
@@ -478,12 +470,9 @@ def claims(results: Sequence[SetResult], tables: Sequence[Table]) -> list[Claim]
 
     judged = []
     for rule in RULES:
-        findings = [judge(rule, result) for result in results]
-        lines = [
-            f"{result.title}: {finding.text}"
-            for result, finding in zip(results, findings, strict=True)
-        ]
-        verdict = together([finding.verdict for finding in findings])
+        findings = {result.title: judge(rule, result) for result in results}
+        lines = [f"{title}: {finding.text}" for title, finding in findings.items()]
+        verdict = together([finding.verdict for finding in findings.values()])
         judged.append(Claim(rule.claim, lines, verdict, rule.rule))
     return judged
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from hallutracer_research.documents import Row
 from hallutracer_research.paper.diagnostics import geometry
 from hallutracer_research.paper.diagnostics.classes import (
     MIN_ROWS,
@@ -40,12 +41,11 @@ from service.engines.base import Engine
 from service.errors import DataError
 from service.fitting.probes import Floats, Index
 from service.fitting.scores import auroc
-from service.prompts import as_prompt_format
 from service.readout import Probes, Site
 from service.scoring import Scorer
-from service.trainer.new_rows import Marks, group_mark
+from service.trainer.new_rows import Marks, NewRows, group_mark
 from service.trainer.options import NewRowsOptions
-from service.trainer.prepare import prepare, trajectories
+from service.trainer.prepare import trajectories
 
 NAMES = ("trajectory", "label", "group", "readout", "direction")
 ALPHA = 0.05  # of the layer-wise Chen-Qin tests
@@ -87,7 +87,7 @@ def _numbered(group: NDArray[Any]) -> Index:
     return np.unique(group, return_inverse=True)[1].astype(np.int64)
 
 
-def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, Any]:
+def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> Row:
     """Return the diagnostics as a JSON document.  Keys: fisher, snr, variance, features (AUROC of
     each, factual
     positive: below 0.5 the feature falls with factuality); with readouts also geometry and
@@ -104,7 +104,7 @@ def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, An
             " for the Chen-Qin test's, treat rows as independent, which flatters them where rows"
             " of a group are alike"
         )
-    document: dict[str, Any] = {
+    document: Row = {
         "fisher": as_document(fisher_gap(data.trajectory, data.label, shrinkage)),
         "snr": as_document(snr_table(data.trajectory, data.label)),
         "variance": variance,
@@ -209,7 +209,7 @@ def _not_unit(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
             yield f"direction: row {worst} has length {length}; divide each row by its length"
 
 
-def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any]:
+def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> Row:
     """Return the geometry section: readouts of layer l + 1 are taken for layer l's head too (the
     readout gauge)."""
     n, m, dim = readout.shape
@@ -249,7 +249,7 @@ def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     return document
 
 
-def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any]:
+def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> Row:
     group = np.arange(len(data.label)) if data.group is None else data.group
     by_layer = (readout[:, layer].astype(np.float64) for layer in range(readout.shape[1]))
     tests = [chen_qin_by_group(x, data.label, group) for x in by_layer]
@@ -260,7 +260,7 @@ def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
         notes = ["p-values are of independent rows: where a question has several, give their group"]
     significant = [test.p_value is not None and test.p_value < ALPHA for test in tests]
     middle = middle_layers(len(tests))
-    numbers: dict[str, Any] = {}
+    numbers: Row = {}
     for name in ("statistic", "energy_ratio", "p_value", "z"):
         numbers[name] = [getattr(test, name) for test in tests]
     return numbers | {
@@ -298,10 +298,8 @@ def own_trajectories(
     folder = f"diagnosis-{dataset.digest.removeprefix('sha256:')[:12]}"
     with locked(options.folder), closing(engine_factory()) as engine:
         Scorer(engine, bundle)  # this model's bundle, and it reads what it should
-        prompt_format = as_prompt_format(manifest.prompt_format)
-        prepared = prepare(
-            engine, dataset, options, prompt_format, folder, sites=[site], folds=MIN_ROWS
-        )
+        rows = NewRows(bundle, bundle.evaluation(), dataset, options)
+        prepared = rows.prepare(engine, folds=MIN_ROWS, name=folder)
         probes, inputs = Probes.of(site, bundle.probes), prepared.inputs
         remarks = _seen(bundle, prepared.dataset)
         if left := prepared.labelled.left_out:
@@ -330,25 +328,16 @@ def own_trajectories(
 def _seen(bundle: Bundle, dataset: Dataset) -> list[str]:
     """Return a remark where probes are diagnosed on the rows that they were fitted on, which
     flatters them."""
-    record = bundle.evaluation().get("rows_seen", {}).get("training")
+    record, name = bundle.evaluation().get("rows_seen", {}).get("training"), bundle.reference
     if record is None:
         if dataset.digest == bundle.manifest.training.data_digest:
-            return [
-                f"these are the rows that {bundle.reference} was fitted on: everything here is too"
-                " good"
-            ]
-        return [
-            f"{bundle.reference} does not record its training rows: make sure that these are others"
-        ]
+            return [f"these are the rows that {name} was fitted on: everything here is too good"]
+        return [f"{name} does not record its training rows: make sure that these are others"]
     marks = Marks.read(record)
     seen = sum(
         prompt_mark(row.prompt_digest) in marks.prompts
         or bool(row.group and group_mark(row.group) in marks.groups)
         for row in dataset.rows
     )
-    if not seen:
-        return []
-    return [
-        f"{bundle.reference} was fitted on {seen:,} of the {len(dataset):,} rows: everything here"
-        " is too good"
-    ]
+    of_rows = f"{seen:,} of the {len(dataset):,} rows"
+    return [f"{name} was fitted on {of_rows}: everything here is too good"] if seen else []

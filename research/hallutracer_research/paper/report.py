@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from jinja2 import StrictUndefined, Template
 
 import service
 from hallutracer_research.evaluation import figures
@@ -41,38 +43,9 @@ def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateO
     """Return paragraphs: what is measured, how to read it, what to compare with; ``sets``: names
     and rows."""
     listed = ", ".join(f"{name} ({rows:,} rows)" for name, rows in sets)
-    paragraphs = [
-        (
-            f"Before `{model}` writes the first token of an answer, can one tell that the answer"
-            " will be wrong? This report compares HalluTracer, which averages a truth logit over"
-            f" the layers, with other methods on the same rows: {listed}."
-        ),
-        (
-            "AUROC, in percent, is the chance that a hallucinated row gets a higher risk than a"
-            " factual one: 50 is a coin, 100 is perfect. It is measured on rows that no fit has"
-            f" seen, {options.seeds} seeds x {options.folds} folds; ± is the standard deviation"
-            " over these, square brackets are 95 % intervals. A set of a few hundred rows has wide"
-            " ones: differences inside them are no differences. Bold is the best of its block."
-        ),
-    ]
-    known = []
-    if "text-ngrams" in options.methods:
-        known.append(
-            "What the question's text alone reaches says how much a set gives away without any"
-            " model."
-        )
-    if SHUFFLED in options.methods:
-        known.append("The control on shuffled labels has to be near 50.")
-    if known:
-        paragraphs.append(" ".join(known))
-    if options.suite == "paper":
-        paragraphs.append(
-            "Verdicts come first. Each weighs one claim of the paper by a rule that was fixed"
-            " beforehand and stands beside it: supported, not supported, mixed (the sets disagree,"
-            " or the interval leaves it open), or not testable here."
-        )
-    paragraphs.append("Wide tables and drawings scroll sideways on a small screen.")
-    return "\n\n".join(paragraphs)
+    text = Path(__file__).with_name("introduction.jinja").read_text(encoding="utf-8")
+    template = Template(text, undefined=StrictUndefined)
+    return str(template.render(model=model, listed=listed, options=options))
 
 
 SECTIONS: Mapping[str, Mapping[str, TableSpec]] = {
@@ -142,9 +115,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
         facts={
             "model": {
                 "name": identity.model,
-                "revision": identity.revision,
-                "architecture": identity.architecture,
-                "dtype": identity.dtype,
+                **{name: getattr(identity, name) for name in ("revision", "architecture", "dtype")},
                 "layers": shape.num_layers,
                 "heads": shape.num_heads,
                 "head_dim": shape.head_dim,
@@ -162,8 +133,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
                 "hallutracer": service.__version__,
                 "python": platform.python_version(),
                 "numpy": np.__version__,
-                "torch": version("torch"),
-                "scikit-learn": version("scikit-learn"),
+                **{name: version(name) for name in ("torch", "scikit-learn")},
             },
             "command": command,
             TIMES: {title: round(value, 1) for title, value in evaluation.milliseconds.items()},
@@ -182,14 +152,11 @@ def _detection(result: SetResult) -> list[Figure]:
     """Return AUROC against cost; ROC and precision-recall, and our reliability, from the first
     seed's test sides."""
     label, title = result.label, METHODS[OURS].title
-    ranks = {
-        METHODS[name].title: pooled_ranks(len(label), scores)
-        for name, scores in result.scores.items()
-    }
-    rivals = [name for name in result.scores if name not in (OURS, SHUFFLED)]  # no control
-    costs = {
-        name: (result.costs[name], aurocs(label, result.scores[name])) for name in [OURS, *rivals]
-    }
+    ranks, costs = {}, {}
+    for name, scores in result.scores.items():
+        ranks[METHODS[name].title] = pooled_ranks(len(label), scores)
+        if name != SHUFFLED:  # no control
+            costs[name] = result.costs[name], aurocs(label, scores)
     drawings = (
         figures.cost(costs),
         figures.roc_pr(label, ranks),
@@ -212,9 +179,8 @@ def _geometry(results: Sequence[SetResult]) -> Iterator[Figure]:
 
 def _named(figure: Figure, result: SetResult) -> Figure:
     """Return the figure with its set's name before caption and alternative text."""
-    return replace(
-        figure, caption=f"{result.title}: {figure.caption}", alt=f"{result.title}: {figure.alt}"
-    )
+    texts: Any = {name: f"{result.title}: {getattr(figure, name)}" for name in ("caption", "alt")}
+    return replace(figure, **texts)
 
 
 def command_line() -> str:

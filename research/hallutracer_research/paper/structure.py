@@ -7,7 +7,6 @@ isotropy takes the first fold and one head.  One layer of one fold is in memory 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
@@ -16,12 +15,11 @@ from hallutracer_research.evaluation.results import SetResult, spread
 from hallutracer_research.evaluation.splits import Split
 from hallutracer_research.paper.diagnostics import geometry, increments
 from hallutracer_research.paper.diagnostics.classes import (
-    ChenQin,
     chen_qin_by_group,
     mean_or_none,
     middle_layers,
 )
-from hallutracer_research.paper.diagnostics.increments import PARTS
+from hallutracer_research.paper.diagnostics.increments import PARTS, Part
 from hallutracer_research.paper.diagnostics.shape import fisher_gap, snr_table, variance_components
 from hallutracer_research.paper.tables import Row, attributes, specs
 from service.errors import TrainingError
@@ -49,35 +47,28 @@ def _fisher(result: SetResult, notes: list[str]) -> Row:
 def _variance(result: SetResult, notes: list[str]) -> Row:
     trajectory = result.trajectory(0)
     m = trajectory.shape[1]
-    components = variance_components(trajectory, result.label)
-    cells = attributes(components, notes)
+    cells = attributes(variance_components(trajectory, result.label), notes)
     if m < 10:
         notes.append(f"{m} layers: too few for a residual correlation at lag 8")
-    acf = components.residual_acf
+    acf = cells["residual_acf"]
     return {**cells, "layers": m, "acf_1": acf[0], "acf_8": acf[7] if len(acf) > 7 else None}
 
 
 def _kappa(result: SetResult, notes: list[str]) -> Row:
-    trajectory = result.trajectory(0)
-    crossed = np.full((len(trajectory), trajectory.shape[1] - 1), np.nan)
-    for split in result.folds(0):
-        crossed[split.test] = split.test_crossed
+    trajectory, crossed = result.trajectory(), result.by_row(lambda split: split.test_crossed)
     table = increments.kappa_table(increments.decompose(trajectory, crossed).w, result.label)
-    return {
-        **attributes(table, notes),
-        "layers": trajectory.shape[1],
-        "factual_larger": table.factual_wider,
-    }
+    cells = attributes(table, notes)
+    return {**cells, "layers": trajectory.shape[1], "factual_larger": table.factual_wider}
 
 
 def _snr(result: SetResult, notes: list[str]) -> Row:
     return attributes(snr_table(result.trajectory(0), result.label), notes)
 
 
-TRAJECTORY: Final = specs({"snr": _snr, "fisher": _fisher, "variance": _variance, "kappa": _kappa})
-ALPHA: Final = 0.05  # of the layer-wise Chen-Qin tests
-PERMUTATIONS: Final = 200
-_DIAGNOSTICS: Final = {  # the table's column -> the diagnostic's name
+TRAJECTORY = specs({"snr": _snr, "fisher": _fisher, "variance": _variance, "kappa": _kappa})
+ALPHA = 0.05  # of the layer-wise Chen-Qin tests
+PERMUTATIONS = 200
+_DIAGNOSTICS = {  # the table's column -> the diagnostic's name
     "cohen_d": "cohen_d",
     "dcov": "distance_correlation",
     "alignment": "alignment",
@@ -98,11 +89,12 @@ def _geometry(result: SetResult, notes: list[str]) -> Row:
     cells["r_w"] = drift / whole if drift is not None and whole else None
     middle = middle_layers(len(folds[0].layers))
 
-    def tested(split: Split, layer: int) -> ChenQin:
-        x = _selected_readout(result, split, layer)
-        return chen_qin_by_group(x, result.label[split.test], result.group[split.test])
-
-    tests = [tested(split, layer) for split in result.folds(0) for layer in middle]
+    tests = []
+    for split in result.folds(0):
+        label, group = result.label[split.test], result.group[split.test]
+        for layer in middle:
+            x = _selected_readout(result, split, layer)
+            tests.append(chen_qin_by_group(x, label, group))
     ratios = [test.energy_ratio for test in tests]
     cells["energy_ratio"] = _mean_defined(ratios, "energy_ratio", notes)
     significant = sum(test.p_value is not None and test.p_value < ALPHA for test in tests)
@@ -131,12 +123,10 @@ def _isotropy(result: SetResult, notes: list[str]) -> Row:
     head = int(complete[probes.auroc[:, complete].mean(axis=0).argmax()])
     direction = probes.direction[:, head]
     middle = list(middle_layers(len(direction)))
-    layers = [
-        geometry.layer_geometry(
-            readout_of(result, layer, head, split.test), label, direction[layer]
-        )
-        for layer in middle
-    ]
+    layers = []
+    for layer in middle:
+        x = readout_of(result, layer, head, split.test)
+        layers.append(geometry.layer_geometry(x, label, direction[layer]))
     ranks = [layer.stable_rank for layer in layers if layer.stable_rank is not None]
     tests = geometry.isotropy(direction, float(np.mean(ranks)) if ranks else None)
     notes += tests.notes
@@ -159,29 +149,26 @@ def _k_split(result: SetResult, notes: list[str]) -> Row:
     """Return the cells of both tables on the parts of the readout change."""
     folds = [_fold_k(result, split) for split in result.folds(0)]
 
-    def means(field: str) -> dict[str, float]:
-        values = {}
-        for name in PARTS:
-            values[name] = float(np.mean([getattr(fold.parts[name], field) for fold in folds]))
-        return values
-
-    signal, null, variance = map(means, ("signal", "null", "variance"))
-    whole = signal["k"] - null["k"]
+    means = {}
+    for name in PARTS:
+        columns = zip(*(fold.parts[name] for fold in folds), strict=True)
+        means[name] = Part(*(float(np.mean(column)) for column in columns))
+    whole, null = means["k"].signal - means["k"].null, means["k"].null
     if whole <= 0:
         notes.append("gaps are left out: K itself tells no more than permuted labels")
     notes.append(
         f"the parts add up to K within {max(fold.reconstruction_error for fold in folds):.1e} of"
         " their size"
     )
-    cells: dict[str, Cell] = {"null": null["k"]}
-    for name in PARTS:
-        cells[f"signal_{name}"] = signal[name]
-        cells[f"gap_{name}"] = (signal[name] - null[name]) / whole if whole > 0 else None
-        cells[f"var_{name}"] = variance[name]
+    cells: dict[str, Cell] = {"null": null}
+    for name, part in means.items():
+        cells[f"signal_{name}"] = part.signal
+        cells[f"gap_{name}"] = (part.signal - part.null) / whole if whole > 0 else None
+        cells[f"var_{name}"] = part.variance
     return cells | {"cov_metric_head": float(np.mean([fold.cov_metric_head for fold in folds]))}
 
 
-READOUTS: Final = specs(
+READOUTS = specs(
     {
         "geometry": _geometry,
         "isotropy": _isotropy,
@@ -197,10 +184,8 @@ def geometry_by_layer(result: SetResult) -> tuple[Floats, Floats, int]:
     """Return adjacent |cos| [m - 1], the probe's share of variance [m] (NaN where a fold has none),
     d; fold means."""
     folds = [_fold_geometry(result, split) for split in result.folds(0)]
-    cosines, energy = [], []
-    for fold in folds:
-        cosines.append([transition.adjacent_cos for transition in fold.transitions])
-        energy.append([layer.energy_fraction for layer in fold.layers])
+    cosines = [[transition.adjacent_cos for transition in fold.transitions] for fold in folds]
+    energy = [[layer.energy_fraction for layer in fold.layers] for fold in folds]
     share = np.array(energy, np.float64).mean(axis=0)  # None becomes NaN
     return np.array(cosines).mean(axis=0), share, folds[0].dim
 

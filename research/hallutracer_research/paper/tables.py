@@ -9,23 +9,18 @@ and a note with the reason; the others are unaffected."""
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-from types import MappingProxyType
-from typing import Any, Final
+from pathlib import Path
+from typing import Any
 
+from hallutracer_research.documents import table_beside
 from hallutracer_research.evaluation.page import SET, Cell, Column, Table
 from hallutracer_research.evaluation.results import SetResult
 from service.errors import TrainingError
 
 # A percentage divided by 100 is rounded here, so that 68.71 gives 0.6871 and not 0.6870999.
 _DIGITS = 10
-
-
-def _text(name: str) -> str:
-    return files("hallutracer_research.paper").joinpath(name).read_text(encoding="utf-8")
 
 
 def _table(label: str, entry: Mapping[str, Any]) -> Table:
@@ -57,10 +52,9 @@ def _share(column: Column, value: float) -> float:
     return round(value / 100, _DIGITS) if column.kind == "percent" else value
 
 
-_TEXTS: Final[dict[str, Any]] = tomllib.loads(_text("tables.toml"))
-PUBLISHED: Mapping[str, Table] = MappingProxyType(
-    {label: _table(label, entry) for label, entry in json.loads(_text("published.json")).items()}
-)
+_TEXTS = table_beside(__file__, "tables.toml")
+_PRINTED = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
+PUBLISHED: Mapping[str, Table] = {label: _table(label, entry) for label, entry in _PRINTED.items()}
 """The paper's label ("tab:main-results") -> the table as published; its rows name the data set
 "True-False", "HaluEval2", "HELM", "TruthfulQA" or "Agentic" and the model "Qwen2.5-7B" ...
 "LLaMA-3.1-8B"."""
@@ -72,15 +66,7 @@ RowMaker = Callable[[SetResult, list[str]], Row]
 TrainingError."""
 Columns = Sequence[str | Column]
 
-SHARED: Final = {  # by captions and notes of ``tables.toml``
-    "over_splits": "mean ± standard deviation over the test sides of all folds and seeds",
-    "classifier": (
-        "Several features: a logistic regression on the training side's out-of-fold features,"
-        " ranked on the test side."
-    ),
-    "out_of_fold": "Out-of-fold trajectories of the first seed; the folds' probes differ.",
-    "by_fold": "Each fold's probes on its test side, mean over the folds of the first seed.",
-}
+SHARED = _TEXTS.pop("shared")
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,8 @@ def test_shares_add_up_and_a_gate_only_withholds() -> None:
     assert rows["never retrieve"]["right"] == pytest.approx(answered.right["none"].mean())
     assert rows["always retrieve"]["right"] == pytest.approx(answered.right["right"].mean())
     assert rows["never retrieve"]["withheld"] == rows["always retrieve"]["withheld"] == 0
+    for name in rows.keys() - {"retrieve where flagged, gate"}:
+        assert rows[name]["retrieved"] == name.startswith("always")
     asked_again = rows["retrieve where flagged, gate"]
     assert asked_again["retrieved"] == pytest.approx((answered.risk["none"] >= 0.5).mean())
     assert asked_again["wrong"] < rows["never retrieve"]["wrong"]

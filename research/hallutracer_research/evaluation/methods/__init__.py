@@ -6,13 +6,12 @@ the sign.  Scores rise with hallucination and are not probabilities."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from hallutracer_research.documents import table_beside
 from service.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -65,8 +64,7 @@ class Method(NamedTuple):
     of: str = ""
 
 
-_TEXT = Path(__file__).with_name("methods.toml").read_text(encoding="utf-8")
-METHODS = {name: Method(**entry) for name, entry in tomllib.loads(_TEXT).items()}
+METHODS = {name: Method(**entry) for name, entry in table_beside(__file__, "methods.toml").items()}
 """By name on the command line, in the order in which they are listed there."""
 OF_POSITIONS = {
     name for name, method in METHODS.items() if method.reads == "positions" or name == SOFT
@@ -85,6 +83,8 @@ def readouts_of(name: str, inputs: MethodInputs) -> Readouts:
 def fit_method(name: str, fold: Fold) -> Floats:
     """Fit the method on the fold's training rows and score its test rows, [n_test].  Raises
     TrainingError."""
+    from service.fitting.solver import one_numpy_thread
+
     fit = METHODS[name].fit
     if METHODS[name].of:
         inputs = replace(fold.inputs, residual=readouts_of(name, fold.inputs))
@@ -93,4 +93,5 @@ def fit_method(name: str, fold: Fold) -> Floats:
         module, _, function = fit.partition(".")
         fit = getattr(import_module(f"{__name__}.{module}"), function)
     assert callable(fit), f"{name} is fitted from a whole split"
-    return fit(fold)
+    with one_numpy_thread():  # sums in one order, whatever the number of cores
+        return fit(fold)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 from joblib import Parallel, cpu_count, delayed, parallel_config
@@ -16,14 +16,14 @@ from sklearn.linear_model import LogisticRegression
 
 from service.errors import TrainingError
 from service.fitting.folds import Pairs, group_folds, unchecked_folds
-from service.fitting.probes import Floats, Index, Readouts, project, standardise
+from service.fitting.probes import Floats, Index, Labels, Readouts, project, standardise
 from service.fitting.scores import auroc
-from service.fitting.solver import one_numpy_thread
 
 _HAS_PENALTY = (
     inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"
 )  # scikit-learn before 1.8
 
+Numbers = NDArray[np.floating]  # of any precision
 Read = TypeVar("Read")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -186,22 +186,19 @@ Penalty = Literal["l1", "l2"]
 _INTERCEPT_HEIGHT = 100.0
 
 
-@dataclass(frozen=True, eq=False)
-class Linear:
+class Linear(NamedTuple):
     """logit = weight . x + bias in raw activations; it rises with factuality."""
 
     weight: Floats  # [d]
     bias: float
 
-    def logits(self, x: NDArray[np.floating]) -> Floats:
+    def logits(self, x: Numbers) -> Floats:
         """Return [n] of x [n, d], summed in float64 a few thousand rows at a time, so that no whole
         copy is made."""
         return project(x, np.arange(len(x)), self.weight, self.bias)
 
 
-def fit_linear(
-    x: NDArray[np.floating], label: NDArray[np.integer], c: float, kind: Penalty
-) -> Linear:
+def fit_linear(x: Numbers, label: Labels, c: float, kind: Penalty) -> Linear:
     """Fit x [n, d], label [n] with inverse strength ``c``.  An L1 fit may come back with all
     weights zero.  Memory: one float64 copy of x and the solver's own, of 16 bytes a number."""
     z, mean, std = standardise(x)
@@ -231,9 +228,7 @@ LayerFit = Callable[[Any, Index, Any], Floats]
 able to pickle it."""
 
 
-def linear_logits(
-    c: float, kind: Penalty, x: NDArray[np.floating], label: Index, x_test: NDArray[np.floating]
-) -> Floats:
+def linear_logits(c: float, kind: Penalty, x: Numbers, label: Index, x_test: Numbers) -> Floats:
     """Return truth logits [t] of ``fit_linear``; with its first two arguments bound it is a
     ``LayerFit``."""
     return fit_linear(x, label, c, kind).logits(x_test)
@@ -254,26 +249,21 @@ def fit_at_best_layer(
     layers = at_depths(residual.file.geometry.num_layers, depths)
     layer, fit = choose(fold, layers, fits, what)
     rows, index = residual.file.layer(layer), residual.index
-    with one_numpy_thread():  # sums in one order, whatever the number of cores
-        return -fits[fit](rows[index[fold.train]], fold.label, rows[index[fold.test]])
+    return -fits[fit](rows[index[fold.train]], fold.label, rows[index[fold.test]])
 
 
 L2_GRID = (0.0001, 0.001, 0.01, 0.1, 1.0)
 
 
-def l2_at_best_c(x: NDArray[np.floating], fold: Fold, what: str) -> Floats:
+def l2_at_best_c(x: Numbers, fold: Fold, what: str) -> Floats:
     """Return scores [n_test] of an L2 logistic regression on columns x [n, d], with the C of
     ``L2_GRID`` that inner folds find the best, ties to the stronger penalty.  Raises TrainingError
     where no inner fold has both classes."""
-    pairs = fold.usable_folds(what)
-    with one_numpy_thread():  # sums in one order, whatever the number of cores
-        c, _ = best_c(x, fold.inputs.label, pairs, L2_GRID)
-        return -linear_logits(c, "l2", x[fold.train], fold.label, x[fold.test])
+    c, _ = best_c(x, fold.inputs.label, fold.usable_folds(what), L2_GRID)
+    return -linear_logits(c, "l2", x[fold.train], fold.label, x[fold.test])
 
 
-def best_c(
-    x: NDArray[np.floating], label: Index, pairs: Pairs, grid: Sequence[float]
-) -> tuple[float, float]:
+def best_c(x: Numbers, label: Index, pairs: Pairs, grid: Sequence[float]) -> tuple[float, float]:
     """Return the C of an L2 logistic regression on columns x [n, d] with the best mean AUROC over
     the folds, and that, rounded; ties to the first of ``grid``."""
     aurocs = np.round(
@@ -309,11 +299,10 @@ def held_out_aurocs(
     """Return the mean AUROC of each way to fit over the folds (fitted, held out), for one window
     read once."""
     x = window(readouts, *span, np.arange(len(readouts.index)))
-    with one_numpy_thread():  # sums in one order, whatever the number of cores
-        return [held_out_auroc(fit, x, readouts.label, pairs) for fit in fits]
+    return [held_out_auroc(fit, x, readouts.label, pairs) for fit in fits]
 
 
-def held_out_auroc(fit: LayerFit, x: NDArray[np.floating], label: Index, pairs: Pairs) -> float:
+def held_out_auroc(fit: LayerFit, x: Numbers, label: Index, pairs: Pairs) -> float:
     """Return the mean AUROC over the held-out rows of ``pairs`` (fitted, held out)."""
     aurocs = [auroc(label[held], fit(x[inside], label[inside], x[held])) for inside, held in pairs]
     return float(np.mean(aurocs))

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hallutracer_research.documents import table_beside
 from hallutracer_research.evaluation.pooling import is_content
 from service.data.judges import normalise
 from service.engines.base import Engine
@@ -40,14 +41,7 @@ _NEGATION = re.compile(
 )
 
 
-EXAMPLES = (
-    ("Which planet is closest to the sun?", "Mercury", True),
-    ("Who wrote the play Hamlet?", "Charles Dickens", False),
-    ("How many legs does a spider have?", "A spider has six legs.", False),
-    ("What is the chemical symbol of gold?", "Au", True),
-    ("In which ocean does Iceland lie?", "The Atlantic", True),
-    ("Who painted the Mona Lisa?", "It was painted by Vincent van Gogh.", False),
-)
+EXAMPLES = table_beside(__file__, "examples.toml")["examples"]
 """Question, proposed answer and whether it is true, in no set: alike for all rows, so that no
 fold's labels leak."""
 

@@ -31,7 +31,6 @@ from hallutracer_research.evaluation.methods.base import (
     Rows,
     best_c,
     fit_at_best_layer,
-    fit_linear,
     held_out_auroc,
     held_out_aurocs,
     in_processes,
@@ -42,7 +41,6 @@ from hallutracer_research.evaluation.methods.base import (
 from service.errors import TrainingError
 from service.fitting.probes import Floats, Index, Readouts, standardise
 from service.fitting.scores import auroc
-from service.fitting.solver import one_numpy_thread
 from service.readout import Site
 
 ITI_GRID, PROBES = (0.01, 0.1, 1.0), 3
@@ -63,10 +61,9 @@ def iti(fold: Fold) -> Floats:
     x, x_test = columns[readouts.index[fold.train]], columns[readouts.index[fold.test]]
     rng = np.random.default_rng(fold.seed)
     total = np.zeros(len(fold.test))
-    with one_numpy_thread():  # sums in one order, whatever the number of cores
-        for _ in range(PROBES):
-            drawn = group_bootstrap(label, fold.inputs.group[fold.train], rng)
-            total += linear_logits(c, "l2", x[drawn], label[drawn], x_test)
+    for _ in range(PROBES):
+        drawn = group_bootstrap(label, fold.inputs.group[fold.train], rng)
+        total += linear_logits(c, "l2", x[drawn], label[drawn], x_test)
     return -total / PROBES
 
 
@@ -80,9 +77,8 @@ def iti_head(fold: Fold) -> tuple[float, int, int]:
     for c in ITI_GRID:
         layer, head, _ = best_head(readouts, fold.train, c, fold.jobs)
         x = readouts.file.head(layer, head)[readouts.index]
-        with one_numpy_thread():
-            fit = partial(linear_logits, c, "l2")
-            quality = held_out_auroc(fit, x, fold.inputs.label, pairs)
+        fit = partial(linear_logits, c, "l2")
+        quality = held_out_auroc(fit, x, fold.inputs.label, pairs)
         candidates.append((round(quality, 12), -c, layer, head))
     _, c, layer, head = max(candidates)
     return -c, layer, head
@@ -104,17 +100,15 @@ def pca_heads(fold: Fold) -> Floats:
     Raises TrainingError where no inner fold has both classes."""
     inputs, train, test = fold.inputs, fold.train, fold.test
     rows = np.r_[train, test]
-    with one_numpy_thread():  # sums in one order, whatever the number of cores
-        components = principal_components(inputs.heads, train, rows, max(COMPONENTS))
+    components = principal_components(inputs.heads, train, rows, max(COMPONENTS))
     x = np.zeros((len(inputs.label), components.shape[1]))
     x[rows] = components
     pairs = fold.usable_folds("PCA inner fold")
     counts = sorted({min(count, x.shape[1]) for count in COMPONENTS})
-    with one_numpy_thread():
-        choices = [best_c(x[:, :count], inputs.label, pairs, C_GRID) for count in counts]
-        best = int(np.argmax([quality for _, quality in choices]))
-        count, c = counts[best], choices[best][0]
-        return -linear_logits(c, "l2", x[train, :count], fold.label, x[test, :count])
+    choices = [best_c(x[:, :count], inputs.label, pairs, C_GRID) for count in counts]
+    best = int(np.argmax([quality for _, quality in choices]))
+    count, c = counts[best], choices[best][0]
+    return -linear_logits(c, "l2", x[train, :count], fold.label, x[test, :count])
 
 
 def principal_components(readouts: Readouts, train: Index, rows: Index, count: int) -> Floats:
@@ -134,10 +128,9 @@ def principal_components(readouts: Readouts, train: Index, rows: Index, count: i
 
 def _head_aurocs(readouts: Readouts, train: Index, c: float, layer: int) -> list[float]:
     label, aurocs = readouts.label[train], []
-    with one_numpy_thread():
-        for head in range(readouts.file.geometry.heads(Site.ATTENTION_HEAD)):
-            columns = readouts.file.head(layer, head)[readouts.index[train]]
-            aurocs.append(auroc(label, linear_logits(c, "l2", columns, label, columns)))
+    for head in range(readouts.file.geometry.heads(Site.ATTENTION_HEAD)):
+        columns = readouts.file.head(layer, head)[readouts.index[train]]
+        aurocs.append(auroc(label, linear_logits(c, "l2", columns, label, columns)))
     return aurocs
 
 
@@ -166,9 +159,8 @@ def fact_probe(fold: Fold) -> Floats:
     fold lacks a class."""
     start, size, c, _ = search(fold)
     residual = fold.inputs.residual
-    with one_numpy_thread():
-        probe = fit_linear(window(residual, start, size, fold.train), fold.label, c, "l1")
-        return -probe.logits(window(residual, start, size, fold.test))
+    x, x_test = (window(residual, start, size, rows) for rows in (fold.train, fold.test))
+    return -linear_logits(c, "l1", x, fold.label, x_test)
 
 
 def search(fold: Fold) -> tuple[int, int, float, float]:

@@ -19,8 +19,8 @@ from hallutracer_research.evaluation.methods.base import (
     Fold,
     MethodInputs,
     l2_at_best_c,
+    required,
 )
-from service.errors import TrainingError
 from service.fitting.probes import Floats
 from service.fitting.scores import risk_auroc
 from service.fitting.texts import text_logits
@@ -37,13 +37,8 @@ PSEUDO_ROWS = 5.0  # with which a kind's share is drawn to the share of all
 
 def _read_or_refused(name: str, what: str, read: Read, inputs: MethodInputs) -> NDArray[Any]:
     """Return what was read of the rows.  Raises TrainingError where it was not."""
-    if (values := read(inputs)) is None:
-        raise TrainingError(
-            f"{name} scores {what}, and none were read: read them first (transformers engine only),"
-            " or leave the method out",
-            param="methods",
-        )
-    return values
+    problem = f"{name} scores {what}, and none were read: the transformers engine reads them"
+    return required(read(inputs), problem)
 
 
 def _with_fitted_sign(read: Callable[[MethodInputs], Floats]) -> Fit:

@@ -59,12 +59,7 @@ def as_float(x: ArrayLike, name: str, ndim: int) -> Floats:
 
 def labelled(x: ArrayLike, label: ArrayLike, name: str, *, minimum: int = 2) -> tuple[Floats, Mask]:
     """Return ``as_float`` of x [N, k] and ``factual_rows`` of label [N].  Raises TrainingError."""
-    values, count = as_float(x, name, 2), len(np.asarray(label))
-    if len(values) != count:
-        raise TrainingError(
-            f"{name} has {len(values)} rows and label {count}: one label per row is needed"
-        )
-    return values, factual_rows(label, minimum)
+    return as_float(x, name, 2), factual_rows(label, minimum)
 
 
 def gap(x: Floats, factual: Mask) -> Floats:
@@ -156,19 +151,14 @@ def as_document(value: Any) -> Any:
     return defined(value) if isinstance(value, float) else value
 
 
-def distance_correlation(x: ArrayLike, y: ArrayLike) -> float | None:
+def distance_correlation(x: Floats, y: Floats) -> float | None:
     """Return dCor (Szekely, Rizzo and Bakirov 2007) of x [N], y [N], in [0, 1]; None where either
     is constant.  The V-statistic: dCov^2 = mean(a b) + mean(a) mean(b) - 2 mean_i(a_i. b_i.) with
     a_ij = |x_i - x_j|, a_i. its row means; the definition's double centring, multiplied out.
     O(N^2) time, since one sum over pairs remains."""
-    first, second = as_float(x, "x", 1), as_float(y, "y", 1)
-    n = len(first)
-    if n != len(second) or not n:
-        raise TrainingError(
-            f"x has {n} values and y {len(second)}: as many, at least one, are needed"
-        )
+    n = len(x)
     # Distances stay; rounding of large offsets goes.
-    first, second = first - first.mean(), second - second.mean()
+    first, second = x - x.mean(), y - y.mean()
     rows_first, rows_second = _row_means(first), _row_means(second)
     pairs = 0.0
     for start in range(0, n, _PAIRS):
@@ -285,13 +275,16 @@ def squared_trace(x: Floats) -> float:
     h = x @ x.sum(axis=0) - diagonal
     # |X X'|^2 = |X'X|^2, by blocks of the smaller one.
     short = x if n <= x.shape[1] else np.ascontiguousarray(x.T)
-    gram = sum(
-        float(np.sum((short[i : i + _BLOCK] @ short.T) ** 2)) for i in range(0, len(short), _BLOCK)
-    )
-    pairs = gram - float(diagonal @ diagonal)  # sum over j != k of G_jk^2
+    pairs = _squared_products(short, short) - float(diagonal @ diagonal)  # over j != k of G_jk^2
     squares = float(h @ h)
     total = (n - 1) ** 2 * pairs - 2 * (n - 1) * squares + float(h.sum()) ** 2 - squares
     return total / (n * (n - 1) * (n - 2) ** 2)
+
+
+def _squared_products(first: Floats, second: Floats) -> float:
+    """Return sum_ij (x_i . y_j)^2 of the rows of two arrays."""
+    blocks = range(0, len(first), _BLOCK)
+    return sum(float(np.sum((first[i : i + _BLOCK] @ second.T) ** 2)) for i in blocks)
 
 
 def _within(x: Floats) -> float:
@@ -305,7 +298,7 @@ def _mixed_trace(first: Floats, second: Floats) -> float:
     a, b = first - first.mean(axis=0), second - second.mean(axis=0)
     d = a.shape[1]
     if min(len(a), len(b)) < d:
-        total = sum(float(np.sum((a[i : i + _BLOCK] @ b.T) ** 2)) for i in range(0, len(a), _BLOCK))
+        total = _squared_products(a, b)
     else:
         total = sum(
             float(np.sum((a[:, i : i + _BLOCK].T @ a) * (b[:, i : i + _BLOCK].T @ b)))

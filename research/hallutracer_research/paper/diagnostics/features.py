@@ -5,7 +5,7 @@ training statistics takes them as an argument."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,21 +16,11 @@ from service.fitting.probes import Floats, Index
 
 # Guards three ratios against a zero denominator. In units of squared truth logits for friction and
 # energy, of truth logits for the condition number; far below any spread that a probe's logits have.
-EPSILON: Final = 1e-6
+EPSILON = 1e-6
 
-M_EFF: Final = (
-    1,
-    2,
-    4,
-    8,
-    12,
-    16,
-    20,
-    24,
-    28,
-)  # App. depth-weighting; full depth comes after these
-FIVE: Final = ("mean", "slope", "zone_shift", "total_variation", "range")
-SOURCE_NAMES: Final = (
+M_EFF = (1, 2, *range(4, 29, 4))  # App. depth-weighting; full depth comes after these
+FIVE = ("mean", "slope", "zone_shift", "total_variation", "range")
+SOURCE_NAMES = (
     "rho_rz",
     "l_rz",
     "l_end",
@@ -46,11 +36,11 @@ SOURCE_NAMES: Final = (
     "rho_last",
 )
 # Columns of ``source_features`` by group (Table source_features_def).
-GROUPS: Final[dict[str, tuple[int, ...]]] = {
-    "state": (0, 1, 2),
-    "kinematic": (3, 4, 5, 6, 7),
-    "friction": (8, 9),
-    "output": (10, 11, 12),
+GROUPS = {
+    "state": range(3),
+    "kinematic": range(3, 8),
+    "friction": range(8, 10),
+    "output": range(10, 13),
 }
 
 
@@ -65,8 +55,7 @@ class Zones:
     output_steps: Index
 
 
-@dataclass(frozen=True, eq=False)
-class Standard:
+class Standard(NamedTuple):
     """Per-layer mean [m] and standard deviation [m] of the TRAINING partition's truth logits (std 0
     becomes 1)."""
 
@@ -74,11 +63,10 @@ class Standard:
     std: Floats
 
     @classmethod
-    def of(cls, trajectory: ArrayLike) -> Standard:
+    def of(cls, trajectory: Floats) -> Standard:
         """Measure training trajectories [N, m]."""
-        values = as_float(trajectory, "trajectory", 2)
-        std = values.std(axis=0)
-        return cls(values.mean(axis=0), np.where(std > 0, std, 1.0))
+        std = trajectory.std(axis=0)
+        return cls(trajectory.mean(axis=0), np.where(std > 0, std, 1.0))
 
 
 def zones(m: int) -> Zones:
@@ -127,20 +115,12 @@ def trajectory_features(trajectory: ArrayLike) -> dict[str, Floats]:
     }
 
 
-def full_trajectory(trajectory: ArrayLike) -> Floats:
+def full_trajectory(values: Floats) -> Floats:
     """Return the full-trajectory baseline: [N, m] -> [N, 2m + 5].  Logits (m), their differences (m
     - 1), then mean, standard deviation, minimum, maximum, last, last minus first."""
-    values = as_float(trajectory, "trajectory", 2)
     first, last = values[:, 0], values[:, -1]
-    six = (
-        values.mean(axis=1),
-        values.std(axis=1),
-        values.min(axis=1),
-        values.max(axis=1),
-        last,
-        last - first,
-    )
-    return np.concatenate([values, np.diff(values, axis=1), np.stack(six, axis=1)], axis=1)
+    four = [summary(values, axis=1) for summary in (np.mean, np.std, np.min, np.max)]
+    return np.column_stack([values, np.diff(values, axis=1), *four, last, last - first])
 
 
 def source_features(
@@ -162,20 +142,18 @@ def source_features(
                 " trajectory"
             )
     zone = zones(m)
+    steps = zone.recognition_steps
     if not len(zone.output_steps):
         raise TrainingError(
             f"{m} layers: the 13 source features need at least 5 (a transition in the output zone)"
         )
-    steps = zone.recognition_steps
     rho = (values - standard.mean) / standard.std
     increment = np.diff(values, axis=1)
     away = (values - values.mean(axis=1, keepdims=True))[:, :-1]
     friction = -increment * away / (away**2 + EPSILON)
     condition = (np.abs(drift) + np.abs(change)) / (np.abs(increment) + EPSILON)
     drift_rz, change_rz = drift[:, steps], change[:, steps]
-    energy = np.log(np.mean(drift_rz**2, axis=1) + EPSILON) - np.log(
-        np.mean(change_rz**2, axis=1) + EPSILON
-    )
+    of_drift, of_change = (np.mean(x**2, axis=1) + EPSILON for x in (drift_rz, change_rz))
     columns = (
         rho[:, zone.recognition].mean(axis=1),
         values[:, zone.recognition].mean(axis=1),
@@ -184,7 +162,7 @@ def source_features(
         np.abs(np.diff(drift_rz, axis=1)).sum(axis=1),
         change_rz.mean(axis=1),
         np.abs(np.diff(change_rz, axis=1)).sum(axis=1),
-        energy,
+        np.log(of_drift) - np.log(of_change),
         friction[:, steps].mean(axis=1),
         condition[:, steps].mean(axis=1),
         rho[:, zone.output].mean(axis=1),

@@ -16,12 +16,7 @@ from numpy.typing import ArrayLike
 from scipy.stats import beta, f_oneway, kstest, linregress, shapiro, ttest_1samp
 
 from hallutracer_research.paper.diagnostics import classes
-from hallutracer_research.paper.diagnostics.classes import (
-    as_float,
-    defined,
-    labelled,
-    mean_or_none,
-)
+from hallutracer_research.paper.diagnostics.classes import as_float, defined, mean_or_none
 from hallutracer_research.paper.diagnostics.increments import Increments
 from service.errors import TrainingError
 from service.fitting.probes import Floats
@@ -81,12 +76,10 @@ class ReadoutGeometry:
     def document(self) -> dict[str, Any]:
         """Return the means by name, then every layer's values as lists under ``by_layer``, as
         JSON."""
-        kinds: list[tuple[Any, Sequence[Any]]] = [(Layer, self.layers)]
-        kinds += [(Transition, self.transitions)] if self.transitions else []
         by_layer: dict[str, list[Any]] = {}
-        for kind, all_of in kinds:
-            for field in fields(kind):
-                by_layer[field.name] = [getattr(at, field.name) for at in all_of]
+        for entries in (self.layers, self.transitions):
+            for field in fields(entries[0]) if entries else ():
+                by_layer[field.name] = [getattr(entry, field.name) for entry in entries]
         names = ("dim", "expected_cos", "expected_cos_exact", "cos_p_value", "notes")
         plain = {name: getattr(self, name) for name in names}
         return dict(classes.as_document({**self.middle, **plain, "by_layer": by_layer}))
@@ -97,7 +90,7 @@ def layer_geometry(
 ) -> Layer:
     """Return one layer's geometry: readout [N, d], label [N], unit direction [d] or None; Sigma is
     pooled."""
-    x, factual = labelled(readout, label, "readout")
+    x, factual = classes.labelled(readout, label, "readout")
     of_class = classes.covariance(x[factual]), classes.covariance(x[~factual])
     share, d = float(factual.mean()), x.shape[1]
     sigma = share * of_class[0] + (1.0 - share) * of_class[1]
@@ -105,10 +98,10 @@ def layer_geometry(
     norm = float(np.linalg.norm(shift))
     ranks = [_stable_rank(covariance) for covariance in (sigma, *of_class)]
     shares = [None if rank is None else rank / d for rank in ranks]
-    trace_factual, trace_hallucinated = (float(np.trace(covariance)) for covariance in of_class)
+    trace_factual, trace_hallucinated = map(float, map(np.trace, of_class))
     energy = top = aligned = fisher = None
     if direction is not None:
-        v = _unit(as_float(direction, "direction", 1), d)
+        v = _unit(as_float(direction, "direction", 1))
         values, vectors = np.linalg.eigh(sigma)
         if trace > 0:
             energy = float(v @ sigma @ v) / trace
@@ -139,9 +132,7 @@ def _stable_rank(sigma: Floats) -> float | None:
     return float(np.trace(sigma)) ** 2 / square if square > 0 else None
 
 
-def _unit(v: Floats, d: int) -> Floats:
-    if v.shape != (d,):
-        raise TrainingError(f"direction has {len(v)} components and the readout {d}")
+def _unit(v: Floats) -> Floats:
     norm = float(np.linalg.norm(v))
     if abs(norm - 1.0) > 1e-3:
         raise TrainingError(
@@ -151,19 +142,14 @@ def _unit(v: Floats, d: int) -> Floats:
 
 
 def transition_geometry(
-    increments: Increments, direction: ArrayLike, label: ArrayLike
+    increments: Increments, direction: Floats, label: ArrayLike
 ) -> tuple[Transition, ...]:
     """Return one entry per transition: W and K [N, m - 1], directions [m, d], label [N]."""
-    v = as_float(direction, "direction", 2)
-    _, factual = labelled(increments.w, label, "w")
-    if len(v) != increments.w.shape[1] + 1:
-        raise TrainingError(
-            f"direction has {len(v)} layers and the increments {increments.w.shape[1]} transitions"
-        )
+    factual = classes.factual_rows(label)
     drift = classes.effect_size(increments.w, factual)
     whole = classes.effect_size(increments.w + increments.k, factual)
     transitions = []
-    for step, cosine in enumerate(adjacent_cosines(v)):
+    for step, cosine in enumerate(adjacent_cosines(direction)):
         ratio = defined(drift[step] / whole[step]) if whole[step] > 0 else None
         dependence = classes.distance_correlation(increments.w[:, step], increments.k[:, step])
         transitions.append(
@@ -172,9 +158,8 @@ def transition_geometry(
     return tuple(transitions)
 
 
-def adjacent_cosines(direction: ArrayLike) -> Floats:
+def adjacent_cosines(v: Floats) -> Floats:
     """Return |<v_l, v_{l+1}>| (Eq. ortho-cond): unit directions [m, d] -> [m - 1]."""
-    v = as_float(direction, "direction", 2)
     return np.asarray(np.abs(np.einsum("ld,ld->l", v[:-1], v[1:])))
 
 
@@ -198,8 +183,9 @@ def readout_geometry(
     inner, between = classes.middle_layers(m), classes.middle_transitions(m)
     middle: dict[str, float | None] = {}
     notes: list[str] = []
-    for kind, entries, chosen in ((Layer, layers, inner), (Transition, transitions, between)):
-        for field in fields(kind) if entries else ():
+    parts: Any = (layers, inner), (transitions, between)
+    for entries, chosen in parts:
+        for field in fields(entries[0]) if entries else ():
             values = [getattr(entries[number], field.name) for number in chosen]
             middle[field.name] = mean_or_none(values)
             missing = sum(value is None for value in values)
@@ -327,7 +313,7 @@ def isotropy(
 
 
 def permutation_p_value(
-    inner: ArrayLike, dim: int, permutations: int, rng: np.random.Generator
+    inner: Floats, dim: int, permutations: int, rng: np.random.Generator
 ) -> float:
     """Return (1 + #{b: D_b >= D}) / (1 + B): inner [n], against B sets of n inner products of
     random neighbours.  D is the Kolmogorov-Smirnov distance between a set's empirical distribution
@@ -335,12 +321,11 @@ def permutation_p_value(
     1)/2); D_b is the same of random set b.  The inner products of successive independent uniform
     directions are themselves independent (each is so given the direction it shares with the last),
     and therefore the sets are drawn from that Beta, not from B n d normals."""
-    values = as_float(inner, "inner", 1)
     law = beta((dim - 1) / 2.0, (dim - 1) / 2.0)
-    observed = _ks_distance(law.cdf((1.0 + values[None]) / 2.0))[0]
+    observed = _ks_distance(law.cdf((1.0 + inner[None]) / 2.0))[0]
     # Through their distribution function the sets are uniform whatever the Beta: that is all D_b
     # depends on.
-    drawn = _ks_distance(rng.random((permutations, len(values))))
+    drawn = _ks_distance(rng.random((permutations, len(inner))))
     return float(1 + np.sum(drawn >= observed)) / (1 + permutations)
 
 

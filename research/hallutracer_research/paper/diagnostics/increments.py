@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
 from hallutracer_research.paper.diagnostics import classes
-from hallutracer_research.paper.diagnostics.classes import Mask, as_float, labelled
+from hallutracer_research.paper.diagnostics.classes import Mask, as_float
 from hallutracer_research.paper.diagnostics.features import zones
 from service.errors import TrainingError
 from service.fitting.probes import Floats
@@ -28,8 +29,7 @@ PARTS = ("k", "probe", "metric", "head")
 _CHUNK = 64  # permutations at a time
 
 
-@dataclass(frozen=True, eq=False)
-class Increments:
+class Increments(NamedTuple):
     """w [N, m - 1] intrinsic displacement, k [N, m - 1] readout change."""
 
     w: Floats
@@ -46,22 +46,10 @@ def decompose(trajectory: ArrayLike, crossed: ArrayLike) -> Increments:
         raise TrainingError(
             f"crossed has shape {list(across.shape)}: [{n}, {m - 1}] is needed for this trajectory"
         )
-    w, k = across - values[:, :-1], values[:, 1:] - across
-    # Each side is rounded at most twice, relative to the largest number in it.
-    allowed = (
-        8
-        * np.finfo(np.float64).eps
-        * (np.abs(values[:, 1:]) + np.abs(values[:, :-1]) + 2 * np.abs(across))
-    )
-    if np.any(np.abs(w + k - np.diff(values, axis=1)) > allowed):
-        raise TrainingError(
-            "W + K differs from dL by more than rounding: the logits overflow float64"
-        )
-    return Increments(w, k)
+    return Increments(across - values[:, :-1], values[:, 1:] - across)
 
 
-@dataclass(frozen=True, eq=False)
-class Crossing:
+class Crossing(NamedTuple):
     """What the transition layer -> layer + 1 is made of: the NEXT layer's readouts, [N, d] each, of
     two heads."""
 
@@ -97,10 +85,9 @@ class KappaTable:
 def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
     """Return the table's row over the middle 60 % of layers: w [N, m - 1] of ``decompose``, label
     [N]."""
-    values, factual = labelled(w, label, "w")
-    hallucinated_variance, factual_variance = classes.variances(values, factual)
-    low = np.minimum(hallucinated_variance, factual_variance)
-    high = np.maximum(hallucinated_variance, factual_variance)
+    values, factual = classes.labelled(w, label, "w")
+    of_class = classes.variances(values, factual)
+    low, high = np.minimum(*of_class), np.maximum(*of_class)
     kappa = np.divide(high, low, out=np.full_like(high, np.nan), where=low > 0)
     middle = np.array(classes.middle_transitions(values.shape[1] + 1), np.int64)
     varied = middle[low[middle] > 0]
@@ -120,15 +107,14 @@ def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
         effect_size=effect,
         worst_case_snr=worst,
         degradation=1.0 - worst / effect if effect > 0 else None,
-        factual_wider=float(np.mean(factual_variance[varied] > hallucinated_variance[varied])),
+        factual_wider=float(np.mean(np.greater(*of_class[::-1])[varied])),
         transitions=len(varied),
         kappa_by_layer=by_layer,
         notes=notes,
     )
 
 
-@dataclass(frozen=True, eq=False)
-class StandardizedProbes:
+class StandardizedProbes(NamedTuple):
     """Selected probes in standardised coordinates (Eq. selected-standardized-readout): [m, d] each,
     intercept [m]. phi_l(a) = weight_l . (a - mean_l) / std_l + intercept_l, with mean and std of
     the selected head's training rows."""
@@ -139,33 +125,19 @@ class StandardizedProbes:
     std: Floats
 
     @classmethod
-    def of(
-        cls, direction: ArrayLike, bias: ArrayLike, mean: ArrayLike, std: ArrayLike
-    ) -> StandardizedProbes:
+    def of(cls, v: Floats, bias: Floats, mean: Floats, std: Floats) -> StandardizedProbes:
         """Convert raw-space probes: w_l = std_l v_l, b~_l = b_l + v_l . mean_l (Eq.
         raw-space-probe, backwards)."""
-        v, centre, spread = (
-            as_float(x, name, 2)
-            for name, x in (("direction", direction), ("mean", mean), ("std", std))
-        )
-        if not (v.shape == centre.shape == spread.shape) or np.any(spread <= 0):
-            raise TrainingError(
-                "direction, mean and std must be [m, d], std above 0 (1 where a column is constant)"
-            )
-        return cls(
-            spread * v,
-            np.asarray(bias, np.float64) + np.einsum("md,md->m", v, centre),
-            centre,
-            spread,
-        )
+        if np.any(std <= 0):
+            raise TrainingError("std above 0 is needed (1 where a column is constant)")
+        return cls(std * v, bias + np.einsum("md,md->m", v, mean), mean, std)
 
     def z(self, layer: int, readout: Floats) -> Floats:
         """Return z_layer(readout): [N, d] -> [N, d]."""
         return np.asarray((readout - self.mean[layer]) / self.std[layer])
 
 
-@dataclass(frozen=True, eq=False)
-class KSplit:
+class KSplit(NamedTuple):
     """K and its parts, [N, m - 1] each, bias [m - 1]; probe + metric + head + bias = k."""
 
     k: Floats  # computed by itself, from the raw-space probes
@@ -177,13 +149,12 @@ class KSplit:
 
 
 def split_readout_change(
-    steps: Iterable[Crossing], probes: StandardizedProbes, direction: ArrayLike, bias: ArrayLike
+    steps: Iterable[Crossing], probes: StandardizedProbes, v: Floats, b: Floats
 ) -> KSplit:
     """Return the four parts of every transition of ``crossings``; one transition in memory at a
-    time.  direction [m, d] and bias [m] are the raw-space probes, from which K itself comes, so
-    that the reconstruction error compares two computations.  It is some 1e-15 for ordinary
+    time.  Directions v [m, d] and biases b [m] are the raw-space probes, from which K itself comes,
+    so that the reconstruction error compares two computations.  It is some 1e-15 for ordinary
     activations and reaches 1e-12 only where a training mean is thousands of times its deviation."""
-    v, b = as_float(direction, "direction", 2), as_float(bias, "bias", 1)
     columns: dict[str, list[Floats]] = {name: [] for name in PARTS}
     biases: list[float] = []
     worst = largest = 0.0
@@ -196,14 +167,12 @@ def split_readout_change(
         metric = (z_new - z_old) @ weight
         head = (z_old - probes.z(layer, same)) @ weight
         step = float(probes.intercept[layer + 1] - probes.intercept[layer])
-        size = np.abs(k) + np.abs(probe) + np.abs(metric) + np.abs(head) + abs(step)
+        size = sum(map(np.abs, (k, probe, metric, head, step)))
         worst = max(worst, float(np.max(np.abs(probe + metric + head + step - k))))
         largest = max(largest, float(np.max(size)))
         for name, part in zip(PARTS, (k, probe, metric, head), strict=True):
             columns[name].append(part)
         biases.append(step)
-    if not biases:
-        raise TrainingError("no transition was given: the split of K needs at least 2 layers")
     stacked = {name: np.stack(parts, axis=1) for name, parts in columns.items()}
     return KSplit(
         **stacked,
@@ -212,8 +181,7 @@ def split_readout_change(
     )
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One column of the two tables, averaged over the recognition zone's transitions."""
 
     signal: float  # mean of max(AUROC, 1 - AUROC)
@@ -221,8 +189,7 @@ class Part:
     variance: float  # over all rows, classes together
 
 
-@dataclass(frozen=True)
-class KTable:
+class KTable(NamedTuple):
     """Tables k-decomp-auroc and k-decomp-cov for one set."""
 
     parts: dict[str, Part]  # by the names in ``PARTS``
@@ -235,7 +202,7 @@ def k_table(split: KSplit, label: ArrayLike, permutations: int = 200, seed: int 
     zone-index-sets). The null is the mean, over ``permutations`` permutations of the label shared
     by all parts, of the same averaged signal: a folded AUROC is above 0.5 by chance.  Labels are
     permuted across rows, groups are not kept together."""
-    _, factual = labelled(split.k, label, "k")
+    factual = classes.factual_rows(label)
     steps = zones(split.k.shape[1] + 1).recognition_steps
     rng = np.random.default_rng(seed)
     shuffled = np.stack([rng.permutation(factual) for _ in range(permutations)])
@@ -247,10 +214,8 @@ def k_table(split: KSplit, label: ArrayLike, permutations: int = 200, seed: int 
         null = float(np.mean(np.concatenate(chunks)))
         variance = float(values.var(axis=0, ddof=1).mean())
         parts[name] = Part(float(_signals(ranks, factual[None])[0]), null, variance)
-    metric, head = split.metric[:, steps], split.head[:, steps]
-    covariance = np.sum((metric - metric.mean(axis=0)) * (head - head.mean(axis=0)), axis=0) / (
-        len(metric) - 1
-    )
+    metric, head = (part - part.mean(axis=0) for part in (split.metric, split.head))
+    covariance = np.sum((metric * head)[:, steps], axis=0) / (len(metric) - 1)
     return KTable(parts, float(covariance.mean()), split.reconstruction_error)
 
 
@@ -258,6 +223,6 @@ def _signals(ranks: Floats, factual: Mask) -> Floats:
     """Return the mean over columns of max(AUROC, 1 - AUROC), ties half: ranks [N, s], factual
     [P, N] -> [P]."""
     ones = float(factual[0].sum())
-    zeros = ranks.shape[0] - ones
+    zeros = len(ranks) - ones
     auroc = (factual.astype(np.float64) @ ranks - ones * (ones + 1) / 2) / (ones * zeros)
     return np.asarray(np.maximum(auroc, 1.0 - auroc).mean(axis=1))

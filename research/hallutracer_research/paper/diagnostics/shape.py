@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,9 +24,7 @@ from service.errors import TrainingError
 from service.fitting.probes import Floats
 
 MAX_LAG = 12
-ROUNDING: Final = (
-    1e-14  # a variance below this share of the whole is what floating point leaves of zero
-)
+ROUNDING = 1e-14  # a variance below this share of the whole is what floating point leaves of zero
 MAX_CONDITION = 1e12
 AGREEMENT = 1e-9  # relative, between the two computations of R_Fisher
 Shrinkage = Literal["ledoit_wolf"] | float | None
@@ -72,8 +70,8 @@ def variance_components(trajectory: ArrayLike, label: ArrayLike) -> VarianceComp
             "every class has one trajectory only: there is no within-class variance to share out"
         )
     whole = alpha2 + epsilon2
-    acf, acf_hallucinated = _acf(epsilon[factual]), _acf(epsilon[~factual])
-    if None in acf or None in acf_hallucinated:
+    acf, acf_hallucinated = (_acf(epsilon[rows]) for rows in (factual, ~factual))
+    if None in acf + acf_hallucinated:
         notes.append(
             "a lag is null where every pair of layers at it has a layer without residual variance"
         )
@@ -162,16 +160,14 @@ def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:
         np.trace(sigma)
     )  # of the variance of a unit-norm combination of layers
     least = floor * float(weights @ weights), floor / m
-    plugin = _ratio(
-        slope_gap, float(weights @ sigma @ weights), mean_gap, float(sigma.mean()), least
+    of_slope = slope_gap, float(weights @ sigma @ weights)
+    plugin = _ratio(of_slope, (mean_gap, float(sigma.mean())), least)
+    slope, mean = (
+        # Each class counts alike.
+        (float(gap(scalar, factual)), float(sum(classes.variances(scalar, factual))) / 2.0)
+        for scalar in (values @ weights, values.mean(axis=1))
     )
-    slope, mean = values @ weights, values.mean(axis=1)
-    even = [
-        float(sum(classes.variances(scalar, factual))) / 2.0 for scalar in (slope, mean)
-    ]  # each class alike
-    empirical = _ratio(
-        float(gap(slope, factual)), even[0], float(gap(mean, factual)), even[1], least
-    )
+    empirical = _ratio(slope, mean, least)
     if plugin is None or empirical is None:
         notes.append("ratios are left out: slope or mean has no variance within the classes")
     eta = empirical / plugin if plugin and empirical is not None else None
@@ -191,18 +187,15 @@ def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:
     )
 
 
-def _ratio(
-    slope_gap: float,
-    slope_variance: float,
-    mean_gap: float,
-    mean_variance: float,
-    least: tuple[float, float],
-) -> float | None:
-    """Return SNR(slope) / SNR(mean); None where either variance is no more than the rounding in it,
-    ``least``."""
-    if slope_variance <= least[0] or mean_variance <= least[1]:
+Pair = tuple[float, float]
+
+
+def _ratio(slope: Pair, mean: Pair, least: Pair) -> float | None:
+    """Return SNR(slope) / SNR(mean), each of a gap and a variance; None where either variance is no
+    more than the rounding in it, ``least``."""
+    if slope[1] <= least[0] or mean[1] <= least[1]:
         return None
-    return abs(slope_gap) / math.sqrt(slope_variance) / (abs(mean_gap) / math.sqrt(mean_variance))
+    return abs(slope[0]) / math.sqrt(slope[1]) / (abs(mean[0]) / math.sqrt(mean[1]))
 
 
 @dataclass(frozen=True)
