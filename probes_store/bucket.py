@@ -30,7 +30,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, Files, listed
+from probes_store.bundle import MAX_SMALL, SIGNATURE, Files, listed
 from probes_store.errors import (
     BundleError,
     MissingFile,
@@ -98,24 +98,18 @@ class Bucket(RemoteBackend):
         """Return the newest table."""
         return self._table(name)[1]
 
-    def index(self) -> bytes | None:
-        """Return the bytes of ``index.json``; None if there is none."""
-        return self._objects.read(INDEX, MAX_MANIFEST)
-
-    def manifest(self, name: str, version: int) -> bytes:
-        """Return the manifest's bytes.  Raises MissingFile."""
-        return self._read(f"{name}/{version}/{MANIFEST}", MAX_MANIFEST)
-
-    def signature(self, name: str, version: int) -> bytes | None:
-        """Return the signature's bytes; None if there is none."""
-        return self._objects.read(f"{name}/{version}/{SIGNATURE}", MAX_SIGNATURE)
+    def fetch(self, file: str, name: str = "", version: int = 0) -> bytes | None:
+        """Read an object."""
+        return self._objects.read(f"{name}/{version}/{file}" if name else file, MAX_SMALL)
 
     def files(self, manifest: Manifest) -> Files:
         """Read and verify the files that the manifest lists."""
         files = {}
         with located(f"{manifest.name}/{manifest.version}"):
             for name, record in manifest.files.items():
-                data = self._read(_blob(manifest.name, record.sha256), record.bytes, name)
+                data = self._objects.read(_blob(manifest.name, record.sha256), record.bytes)
+                if data is None:
+                    raise MissingFile(file=name)
                 files[name] = listed(data, record, name)
         return files
 
@@ -148,19 +142,13 @@ class Bucket(RemoteBackend):
         """Write the signature, over an older one."""
         self._objects.put(f"{name}/{version}/{SIGNATURE}", data)
 
-    def _read(self, path: str, limit: int, shown: str = "") -> bytes:
-        data = self._objects.read(path, limit)
-        if data is None:
-            raise MissingFile(file=shown or path)
-        return data
-
     def _table(self, name: str) -> tuple[int, dict[str, int]]:
         """Return the highest revision and its table; else 0 and the aliases.json of a local store,
         if copied here."""
         revisions = [child.removesuffix(".json") for child in self._objects.children(name, TABLES)]
         revision = max((int(child) for child in revisions if VERSION.fullmatch(child)), default=0)
         path = f"{name}/{TABLES}/{revision}.json" if revision else f"{name}/{ALIASES}"
-        data = self._objects.read(path, MAX_MANIFEST)
+        data = self._objects.read(path, MAX_SMALL)
         with located(path):
             if data is None and revision:
                 raise MissingFile("the alias table was removed", cure="Set the aliases again")
@@ -181,7 +169,7 @@ class Bucket(RemoteBackend):
             self.write_signature(name, version, files[SIGNATURE])
         try:  # it is published without being listed, so an index that is refused is only warned of
             offer = offer_of(manifest, parse_json(files[EVALUATION]))
-            offers = joined([*read_index(self.index()), offer])
+            offers = joined([*read_index(self.fetch(INDEX)), offer])
             self._objects.put(INDEX, index_bytes(offers))
         except BundleError as error:
             log.warning("%s is published, and not in %s: %s", manifest.reference, INDEX, error)

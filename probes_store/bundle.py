@@ -39,10 +39,9 @@ from probes_store.records import Floats
 from probes_store.syntax import parse_json, plain, readable_json
 from probes_store.tensors import AnswerTensors, Golden, ProbeTensors
 
-MAX_MANIFEST = 1 << 20  # bytes
+MAX_SMALL = 1 << 20  # bytes of a manifest, a signature, an index or an alias table
 MAX_TOTAL = 256 * 1024 * 1024  # bytes of a bundle that comes over a network, all files together
 SIGNATURE = "model.sig"  # by OpenSSF model signing; as it covers the manifest, that cannot list it
-MAX_SIGNATURE = 1 << 20  # bytes
 Files = dict[str, bytes]  # name -> content
 
 
@@ -120,7 +119,7 @@ def load_bundle(path: Path) -> Bundle:
     if not path.is_dir():
         raise BundleNotFound("no bundle folder there", file=str(path), cure="Check the path")
     with located(_shown(path)):
-        manifest = read_manifest(_read(path, MANIFEST, MAX_MANIFEST))
+        manifest = read_manifest(_read(path, MANIFEST, MAX_SMALL))
         known = {*manifest.files, MANIFEST, SIGNATURE, "plots"}
         for entry in path.rglob("*"):
             name = entry.relative_to(path).as_posix()
@@ -159,7 +158,7 @@ def read_signature(path: Path) -> bytes | None:
     if not (path / SIGNATURE).exists():
         return None
     with located(_shown(path)):
-        return _read(path, SIGNATURE, MAX_SIGNATURE)
+        return _read(path, SIGNATURE, MAX_SMALL)
 
 
 def check_total(manifest: Manifest) -> None:

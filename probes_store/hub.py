@@ -22,7 +22,7 @@ from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from probes_store import errors
-from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, Files, listed, too_long
+from probes_store.bundle import MAX_SMALL, Files, listed, too_long
 from probes_store.errors import (
     BundleError,
     HubError,
@@ -31,7 +31,6 @@ from probes_store.errors import (
     StoreUnreachable,
     one_line,
 )
-from probes_store.index import INDEX
 from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from probes_store.remote import RemoteBackend
 from probes_store.syntax import HubAddress, parse_address
@@ -237,7 +236,7 @@ class HubSource(RemoteBackend):
     def names(self) -> list[str]:
         """Return the name of the repository's bundle."""
         self._hub.versions()  # raises if there is no answer; a file would come from the cache then
-        return [self._hub.read(MANIFEST, MAIN, MAX_MANIFEST, read_manifest)[0].name]
+        return [self._hub.read(MANIFEST, MAIN, MAX_SMALL, read_manifest)[0].name]
 
     def versions(self, name: str) -> set[int]:
         """Return the numbers of the tags."""
@@ -247,22 +246,12 @@ class HubSource(RemoteBackend):
         """Return an empty table: a repository has no aliases."""
         return {}
 
-    def index(self) -> bytes | None:
-        """Read ``index.json``; None if the repository has none."""
-        return self._read(INDEX, MAIN, MAX_MANIFEST)
-
-    def manifest(self, name: str, version: int) -> bytes:
-        """Read bundle.json at the tag."""
-        return self._hub.read(MANIFEST, f"v{version}", MAX_MANIFEST, bytes)[0]
-
-    def signature(self, name: str, version: int) -> bytes | None:
-        """Read model.sig at the tag."""
-        return self._read(SIGNATURE, f"v{version}", MAX_SIGNATURE)
-
-    def _read(self, file: str, revision: str, limit: int) -> bytes | None:
-        if file not in self._hub.snapshot(revision).files:
+    def fetch(self, file: str, name: str = "", version: int = 0) -> bytes | None:
+        """Read a file at a version's tag, or without a version, at the head."""
+        try:
+            return self._hub.read(file, f"v{version}" if version else MAIN, MAX_SMALL, bytes)[0]
+        except MissingFile:
             return None
-        return self._hub.read(file, revision, limit, bytes)[0]
 
     def files(self, manifest: Manifest) -> Files:
         """Read and verify the files at the tag."""

@@ -214,7 +214,6 @@ class LocalBackend(Backend):
         with writing(self.folders):
             folder.mkdir(parents=True, exist_ok=True)
             self._inside(folder)
-            _clean_aside(folder)
             with folder_aside(folder) as aside:
                 write_files(aside, files)
                 yield partial(self._claim, aside)
@@ -284,41 +283,27 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def folder_aside(parent: Path) -> Iterator[Path]:
-    """Make a temporary folder in ``parent``, locked during the block and then removed unless it was
-    renamed.
+    """Make a temporary folder in ``parent``, and remove it after the block unless it was renamed.
 
-    The lock ends with the process, so ``_clean_aside`` can recognise the folder of a killed
-    publisher."""
-    while True:
+    Publishers share a lock on the store, which ends with their processes.  One that has the lock
+    alone removes the folders of killed publishers first; without working locks they stay,
+    unlisted."""
+    with _open_folder(parent.parent) as descriptor:
+        if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            for path in parent.glob(f"{ASIDE}*"):
+                shutil.rmtree(path, ignore_errors=True)
+        _lock(descriptor, fcntl.LOCK_SH)
         path = parent / f"{ASIDE}{secrets.token_hex(8)}"
         path.mkdir()
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue  # ``_clean_aside`` of another process has removed it
-        _lock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink and path.exists():
-            break
-        os.close(descriptor)  # it was removed before it was locked
-    try:
-        yield path
-    finally:
-        os.close(descriptor)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _clean_aside(parent: Path) -> None:
-    """Remove the temporary folders of killed publishers; without working locks they stay,
-    unlisted."""
-    for path in parent.glob(f"{ASIDE}*"):
-        with suppress(OSError), _open_folder(path, os.O_NOFOLLOW) as descriptor:
-            if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                shutil.rmtree(path, ignore_errors=True)
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
-def _open_folder(path: Path, flags: int = 0) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | flags)
+def _open_folder(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield descriptor
     finally:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from probes_store.bundle import SIGNATURE, Files, check_place, check_total, load_version
-from probes_store.errors import BundleConflict, BundleDamaged, located
-from probes_store.index import Offer, joined, offer_of, read_index
+from probes_store.errors import BundleConflict, BundleDamaged, MissingFile, located
+from probes_store.index import INDEX, Offer, joined, offer_of, read_index
 from probes_store.local import Backend, LocalBackend, atomic_write, writing
 from probes_store.manifest import MANIFEST, Manifest, read_manifest
 
@@ -30,22 +30,25 @@ class RemoteBackend(Backend):
         self.folders = self._copies.folders
 
     @abstractmethod
-    def index(self) -> bytes | None:
-        """Return the bytes of ``index.json``; None if there is none."""
-
-    @abstractmethod
-    def signature(self, name: str, version: int) -> bytes | None:
-        """Return the signature's bytes; None if there is none."""
+    def fetch(self, file: str, name: str = "", version: int = 0) -> bytes | None:
+        """Return the bytes of a version's manifest or signature, or without a name, of
+        ``index.json``; None if there is none."""
 
     @abstractmethod
     def files(self, manifest: Manifest) -> Files:
         """Read and verify the files that the manifest lists.  Raises a subclass of
         BundleDamaged."""
 
+    def manifest(self, name: str, version: int) -> bytes:
+        """Return the manifest's bytes.  Raises MissingFile."""
+        if (data := self.fetch(MANIFEST, name, version)) is None:
+            raise MissingFile(file=f"{name}/{version}/{MANIFEST}")
+        return data
+
     def offers(self) -> list[Offer]:
         """Return what is here for which model, by the index and else by the manifests, without
         damaged bundles."""
-        listed = read_index(self.index())
+        listed = read_index(self.fetch(INDEX))
         offers = list[Offer]()
         for name in self.names():
             left = self.versions(name)
@@ -62,7 +65,7 @@ class RemoteBackend(Backend):
         """Return the version's copy, fetched and checked where there is none yet; else compared
         with the server's."""
         data = self.manifest(name, version)
-        signature = self.signature(name, version)
+        signature = self.fetch(SIGNATURE, name, version)
         with located(f"{name}/{version}"):
             manifest = read_manifest(data)
         if version in self._copies.versions(name):
@@ -97,7 +100,7 @@ class RemoteBackend(Backend):
     def stamp(self, name: str, version: int) -> str:
         """Return the hashes of manifest and signature: any other change of a version is an
         error."""
-        parts = self.manifest(name, version), self.signature(name, version) or b""
+        parts = self.manifest(name, version), self.fetch(SIGNATURE, name, version) or b""
         return " ".join(hashlib.sha256(part).hexdigest() for part in parts)
 
 

@@ -16,8 +16,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 from probes_store import errors
 from probes_store.bundle import (
-    MAX_MANIFEST,
-    MAX_SIGNATURE,
+    MAX_SMALL,
     SIGNATURE,
     Bundle,
     Files,
@@ -205,7 +204,7 @@ def pull(
     # Read by the name of the revision and not by its commit, so the cache can find it without a
     # connection.
     manifest, path = hub.read(
-        MANIFEST, address.revision or MAIN, MAX_MANIFEST, read_manifest, cached=snapshot is None
+        MANIFEST, address.revision or MAIN, MAX_SMALL, read_manifest, cached=snapshot is None
     )
     commit = path.parent.name
     if snapshot is not None and commit != snapshot.commit:
@@ -271,7 +270,7 @@ def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> Files:
     if snapshot is not None and SIGNATURE not in snapshot.files:
         return {}
     try:
-        data, _ = hub.read(SIGNATURE, commit, MAX_SIGNATURE, bytes, cached=snapshot is None)
+        data, _ = hub.read(SIGNATURE, commit, MAX_SMALL, bytes, cached=snapshot is None)
     except errors.HubUnreachable:
         if snapshot is not None:
             raise
@@ -401,7 +400,7 @@ def _check_same(hub: Hub, revision: str, ours: Manifest) -> Manifest:
     """Return the manifest at a revision.  Raises BundleConflict if this version has another content
     there."""
     try:
-        there, _ = hub.read(MANIFEST, revision, MAX_MANIFEST, read_manifest)
+        there, _ = hub.read(MANIFEST, revision, MAX_SMALL, read_manifest)
     except BundleDamaged as error:
         raise BundleConflict(
             f"{revision} has no {MANIFEST} that can be read: {error}", file=hub.url, cure=ELSEWHERE
