@@ -18,6 +18,7 @@ import httpx
 import httpx2
 from huggingface_hub import HfApi
 from huggingface_hub import errors as of_hub
+from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
@@ -43,20 +44,14 @@ TAG = re.compile(r"v[1-9][0-9]*")  # the tag of a version
 _TOKEN = "log in with 'hf auth login', or set HF_TOKEN: https://huggingface.co/settings/tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """The hub's record of a file."""
+def is_same(remote: RepoSibling, record: FileRecord, data: bytes | None = None) -> bool:
+    """Return whether the hub's file is that of ``record``, by what the hub says of it.
 
-    size: int
-    sha256: str | None  # for files in large file storage
-    blob: str | None  # git's digest, for other files
-
-    def differs(self, record: FileRecord, data: bytes | None = None) -> bool:
-        """Return whether this is not the file of ``record``; ``data`` are its bytes, to compare
-        git's digest."""
-        if self.size != record.bytes or self.sha256 is not None:
-            return self.size != record.bytes or self.sha256 != record.sha256
-        return data is not None and self.blob is not None and self.blob != git_hash(data)
+    ``data`` are its bytes: a file outside the large file storage has git's digest, not sha256."""
+    if remote.lfs is not None:
+        return (remote.size, remote.lfs.sha256) == (record.bytes, record.sha256)
+    known = data is None or remote.blob_id is None
+    return remote.size == record.bytes and (known or remote.blob_id == git_hash(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +60,7 @@ class Snapshot:
 
     commit: str
     private: bool
-    files: Mapping[str, RemoteFile]
+    files: Mapping[str, RepoSibling]
 
 
 class Hub:
@@ -85,11 +80,7 @@ class Hub:
         commit = info.sha or ""
         if not re.fullmatch(r"[0-9a-f]{40}", commit):
             raise HubError("the hub names no commit", expected="40 hex digits", found=ascii(commit))
-        files = {}
-        for file in info.siblings or []:
-            size = file.size if isinstance(file.size, int) else -1
-            sha256 = file.lfs.sha256 if file.lfs else None
-            files[file.rfilename] = RemoteFile(size, sha256, file.blob_id)
+        files = {file.rfilename: file for file in info.siblings or []}
         return Snapshot(commit, bool(info.private), files)
 
     def versions(self) -> set[int]:

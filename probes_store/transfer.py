@@ -25,7 +25,7 @@ from probes_store.bundle import (
     read_signature,
 )
 from probes_store.errors import BundleConflict, BundleDamaged, DigestMismatch, HubError, MissingFile
-from probes_store.hub import MAIN, TAG, Hub, Snapshot
+from probes_store.hub import MAIN, TAG, Hub, Snapshot, is_same
 from probes_store.index import INDEX, index_bytes, offer_of
 from probes_store.local import write_files
 from probes_store.manifest import (
@@ -250,7 +250,7 @@ def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
         remote = snapshot.files.get(name)
         if remote is None:
             raise MissingFile("the repository lacks this file of the bundle", file=name)
-        if remote.differs(record):
+        if not is_same(remote, record):
             raise DigestMismatch(
                 "the repository has another file", file=name, expected=record, found=remote
             )
@@ -422,7 +422,7 @@ def _check_complete(there: Snapshot, files: Files) -> None:
     for name, data in files.items():
         remote = there.files.get(name)
         ours = record_of(data)
-        same = remote is not None and not remote.differs(ours, data)
+        same = remote is not None and is_same(remote, ours, data)
         if name == SIGNATURE and not same:
             raise BundleConflict(
                 "the hub has this version without this signature, and a tag does not move",
