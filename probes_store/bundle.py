@@ -6,14 +6,13 @@ published bundle loads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store import manifest as manifests
 from probes_store.errors import (
     BadValue,
     BundleNotFound,
@@ -33,7 +32,10 @@ from probes_store.manifest import (
     PROBES,
     FileRecord,
     Manifest,
+    manifest_bytes,
     read_manifest,
+    record_of,
+    sealed,
 )
 from probes_store.records import Floats
 from probes_store.syntax import parse_json, plain, readable_json
@@ -78,7 +80,7 @@ class Bundle:
         """Read and verify the manifest and the files that it lists, which a signature covers.
         Raises a subclass of BundleDamaged."""
         listed_files = {name: self.read(name) for name in self.manifest.files}
-        return listed_files | {MANIFEST: manifests.manifest_bytes(self.manifest)}
+        return listed_files | {MANIFEST: manifest_bytes(self.manifest)}
 
     def files(self) -> Files:
         """Read and verify all files: the signed ones, and the signature if there is one.  Raises a
@@ -185,11 +187,9 @@ def render(draft: BundleDraft) -> tuple[Manifest, Files]:
         CARD: draft.card.encode(),
         **{f"plots/{name}": data for name, data in draft.plots.items()},
     }
-    records = {name: vars(manifests.record_of(data)) for name, data in files.items()}
-    set_here = {"version": 1, "created": manifests.UNSET_TIME, "files": records}
+    records = {name: record_of(data) for name, data in files.items()}
     with located(MANIFEST):
-        fields = plain(manifests.as_document(draft.manifest) | set_here)
-        manifest = manifests.read_record(manifests.with_seal(fields))
+        manifest = sealed(replace(draft.manifest, files=records))
     _read_tensors(files, manifest)
     return manifest, files
 
@@ -236,7 +236,7 @@ def too_long(file: str, limit: int) -> DigestMismatch:
 def listed(data: bytes, record: FileRecord, file: str) -> bytes:
     """Check that the bytes are those that the manifest lists, and return them.  Raises Truncated
     and DigestMismatch."""
-    actual = manifests.record_of(data)
+    actual = record_of(data)
     if actual.bytes < record.bytes:
         raise Truncated(
             "the file is too short", file=file, expected=f"{record.bytes} bytes", found=actual.bytes

@@ -98,13 +98,14 @@ class Hub:
         *,
         arrived: Callable[[int], Any] | None = None,
         cached: bool = False,
+        again: bool = False,
     ) -> tuple[T, Path]:
         """Read a file of at most ``limit`` bytes; return what ``accept`` makes of its bytes, and
         its path in the cache.
 
-        If ``accept`` raises BundleDamaged, the file is fetched again, since the copy in the cache
-        may be damaged. ``arrived`` is called with the number of bytes as they arrive.  ``cached``
-        reads the cache only."""
+        If ``accept`` raises BundleDamaged, the file is fetched ``again``, since the copy in the
+        cache may be damaged. ``arrived`` is called with the number of bytes as they arrive.
+        ``cached`` reads the cache only."""
 
         class Limited(tqdm):  # type: ignore[type-arg]  # tqdm[Any] is no class at run time
             """Shows nothing, and stops a download that is longer than the limit."""
@@ -118,30 +119,29 @@ class Hub:
                 self.total_arrived += int(n or 0)
                 if self.total_arrived > limit:
                     raise too_long(name, limit)
-                if arrived is not None and not again:
+                if arrived is not None:
                     arrived(int(n or 0))
                 return None
 
-        for again in (False, True):
-            with self.errors(revision):
-                path = self.api.hf_hub_download(
-                    self.repository,
-                    name,
-                    revision=revision,
-                    local_files_only=cached,
-                    force_download=again,
-                    tqdm_class=Limited,
-                )
-                with open(path, "rb") as file:
-                    data = file.read(limit + 1)
-            if len(data) > limit:
-                raise too_long(name, limit)
-            try:
-                return accept(data), Path(path)
-            except errors.BundleDamaged:
-                if cached or again:
-                    raise
-        raise AssertionError("unreachable")
+        with self.errors(revision):
+            path = self.api.hf_hub_download(
+                self.repository,
+                name,
+                revision=revision,
+                local_files_only=cached,
+                force_download=again,
+                tqdm_class=Limited,
+            )
+            with open(path, "rb") as file:
+                data = file.read(limit + 1)
+        if len(data) > limit:
+            raise too_long(name, limit)
+        try:
+            return accept(data), Path(path)
+        except errors.BundleDamaged:
+            if cached or again:
+                raise
+        return self.read(name, revision, limit, accept, again=True)
 
     def files(self, manifest: Manifest, revision: str, **options: Any) -> Files:
         """Read and verify the files that the manifest lists; ``options`` are those of ``read``."""

@@ -51,8 +51,8 @@ def read_index(data: bytes | None) -> tuple[Offer, ...]:
 
 def index_bytes(offers: Iterable[Offer]) -> bytes:
     """Return the bytes of an index."""
-    rows = [asdict(offer) for offer in sorted(offers, key=_order)]
-    return readable_json({"format": "hallutracer-index", "format_version": 1, "bundles": rows})
+    index = _Index("hallutracer-index", 1, tuple(sorted(offers, key=_order)))
+    return readable_json(asdict(index))
 
 
 def _order(offer: Offer) -> tuple[str, int]:

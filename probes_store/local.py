@@ -8,7 +8,6 @@ number."""
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
@@ -161,15 +160,15 @@ class LocalBackend(Backend):
         """Return a text that changes with any file of a version, also its signature; nothing is
         fetched."""
         folder = self.folder(name, version)
-        stamp = hashlib.sha256()
+        states = []
         try:
             for path in sorted((folder, *folder.rglob("*"))):
                 at = path.lstat()
-                state = (path, at.st_ino, at.st_size, at.st_mode, at.st_mtime_ns, at.st_ctime_ns)
-                stamp.update(repr(state).encode())
+                times = (at.st_mtime_ns, at.st_ctime_ns)
+                states.append((str(path), at.st_ino, at.st_size, at.st_mode, *times))
         except OSError as error:
             return str(error)  # reading the version will raise a proper error
-        return stamp.hexdigest()
+        return str(states)
 
     def check_writable(self) -> None:
         """Check that the store can be written, before long work."""

@@ -54,7 +54,7 @@ from probes_store.records import (
     passing,
     template_arguments,
 )
-from probes_store.syntax import HEX, canonical_json, parse_json, readable_json
+from probes_store.syntax import HEX, canonical_json, parse_json, plain, readable_json
 
 FORMAT: Final = "hallutracer-bundle"
 FORMAT_VERSION: Final = 1
@@ -406,9 +406,9 @@ def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def sealed(manifest: Manifest, *, version: int = 1, created: str = UNSET_TIME) -> Manifest:
     """Return the same content under a version and a time, with digest and seal.  Raises what
-    ``read_record`` raises."""
+    ``plain`` and ``read_record`` raise."""
     document = as_document(manifest) | {"version": version, "created": created}
-    return read_record(with_seal(document))
+    return read_record(with_seal(plain(document)))
 
 
 def timestamp() -> str:

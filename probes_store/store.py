@@ -72,10 +72,6 @@ class BundleSummary:
         return f"{self.name}:{self.version}"
 
 
-Summaries = list[BundleSummary]  # ``Store.list`` hides the builtin
-Offers = list[Offer]
-
-
 @dataclass(frozen=True)
 class Trust:
     """The requirements on a bundle of the store besides intact bytes.  Fallbacks are trusted like
@@ -198,7 +194,7 @@ class Store:
         self.load(f"{name}:{version}")
         self.own.set_alias(name, alias, version, keep_as)
 
-    def list(self) -> Summaries:
+    def list(self) -> Sequence[BundleSummary]:
         """Return every version of every name, sorted, without hidden fallbacks; damaged bundles
         have their error."""
         self.check_closed()
@@ -207,7 +203,7 @@ class Store:
             holder |= dict.fromkeys(backend.names(), backend)
         return [summary for name in sorted(holder) for summary in self._all_of(name, holder[name])]
 
-    def offers(self) -> Offers:
+    def offers(self) -> Sequence[Offer]:
         """Return what the store has itself, for which model; of a URL no bundle is fetched for it,
         and nothing is checked."""
         self.check_closed()
