@@ -27,7 +27,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from probes_store.bundle import MAX_SMALL, SIGNATURE, Files, listed
@@ -223,11 +223,8 @@ class Objects:
                         f"there is no {container!r}", file=self.url, cure="Create it first"
                     ) from None
                 return []
-        base = f"{path}/"
-        below = (str(name).strip("/") for name in listing)
-        return sorted(
-            {name.removeprefix(base).partition("/")[0] for name in below if name.startswith(base)}
-        )
+        below = map(PurePosixPath, listing)
+        return sorted({entry.name for entry in below if str(entry.parent).strip("/") == path})
 
     def read(self, path: str, limit: int) -> bytes | None:
         """Return at most the first ``limit`` + 1 bytes of an object; None if there is none."""

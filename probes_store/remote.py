@@ -48,15 +48,14 @@ class RemoteBackend(Backend):
     def offers(self) -> list[Offer]:
         """Return what is here for which model, by the index and else by the manifests, without
         damaged bundles."""
-        listed = read_index(self.fetch(INDEX))
+        index = read_index(self.fetch(INDEX))
+        listed = {(offer.name, version): offer for offer in index for version in offer.versions}
         offers = list[Offer]()
         for name in self.names():
-            left = self.versions(name)
-            for offer in listed:
-                if offer.name == name and (there := left & {*offer.versions}):
-                    offers.append(replace(offer, versions=tuple(sorted(there))))
-                    left -= there
-            for version in sorted(left):
+            for version in sorted(self.versions(name)):
+                if offer := listed.get((name, version)):
+                    offers.append(replace(offer, versions=(version,)))
+                    continue
                 with suppress(BundleDamaged):
                     offers.append(offer_of(read_manifest(self.manifest(name, version))))
         return joined(offers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ def open_backend(location: Path | str, cache: Path | None) -> Backend:
     return HubSource(location, copies)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BundleSummary:
     """One line of a listing.  A damaged or untrusted bundle has an error and no manifest."""
 
@@ -224,12 +224,10 @@ class Store:
                 error=unreadable,
             )
             try:
-                path = backend.folder(name, version)
-                summary = replace(summary, path=path)
-                bundle = self._read(name, path, self.trust.signature)
-                summary = replace(summary, manifest=bundle.manifest)
+                summary.path = backend.folder(name, version)
+                summary.manifest = self._read(name, summary.path, self.trust.signature).manifest
             except BundleError as error:
-                summary = replace(summary, error=error)
+                summary.error = error
             yield summary
 
     def _find(self, reference: str) -> tuple[Backend, str, int]:
