@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import (
+    BeforeValidator,
     Field,
     PlainValidator,
     StrictBool,
@@ -80,6 +81,20 @@ SiteName = Literal["attention_head", "residual_stream"]
 LogitScale = Literal["unit_norm", "standardized", "joint", "weighted"]
 Digest = Annotated[Text, passing(DIGEST.fullmatch, "sha256: and 64 hex digits")]
 LOCAL = "local"  # the revision of a folder or file, which has no commit
+
+
+def _this_format(version: object) -> object:
+    """Refuse another version of the format, which has other fields, whatever else is wrong:
+    pydantic lets errors pass that are no ValueError."""
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise BadValue(
+            "a format that this release does not read",
+            field="format_version",
+            expected=FORMAT_VERSION,
+            found=repr(version),
+            cure="Train and publish it anew",
+        )
+    return version
 
 
 def _is_time(text: str) -> bool:
@@ -196,7 +211,7 @@ class Manifest(Record):
     field."""
 
     format: Literal["hallutracer-bundle"] = FORMAT
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Annotated[Literal[1], BeforeValidator(_this_format)] = FORMAT_VERSION
     name: Name
     version: Positive = 1
     created: Annotated[Text, passing(_is_time, "UTC time like 2026-01-31T12:00:00Z")] = UNSET_TIME
@@ -424,7 +439,6 @@ def read_manifest(data: bytes) -> Manifest:
     after publishing."""
     with located(MANIFEST):
         document = parse_json(data)
-        _check_format(document)
         manifest = read_record(document)
         right = with_seal(document)
         whole = readable_json(document)
@@ -438,20 +452,6 @@ def read_manifest(data: bytes) -> Manifest:
                 raise errors.Truncated(expected=f"{len(whole)} bytes", found=len(data))
             raise DigestMismatch("the manifest was reformatted", field="seal")
     return manifest
-
-
-def _check_format(document: Any) -> None:
-    """Refuse another version of the format, which has other fields, before any field."""
-    if isinstance(document, dict) and document.get("format") == FORMAT:
-        version = document.get("format_version", FORMAT_VERSION)
-        if type(version) is not int or version != FORMAT_VERSION:
-            raise BadValue(
-                "a format that this release does not read",
-                field="format_version",
-                expected=FORMAT_VERSION,
-                found=repr(version),
-                cure="Train and publish it anew",
-            )
 
 
 _ADAPTER = TypeAdapter(Manifest)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from probes_store.bundle import SIGNATURE, Files, check_place, check_total, load_version
-from probes_store.errors import BundleConflict, BundleDamaged, MissingFile, located
+from probes_store.errors import BundleConflict, BundleDamaged, BundleNotFound, MissingFile, located
 from probes_store.index import INDEX, Offer, joined, offer_of, read_index
 from probes_store.local import Backend, LocalBackend, atomic_write, writing
 from probes_store.manifest import MANIFEST, Manifest, read_manifest
@@ -64,37 +64,35 @@ class RemoteBackend(Backend):
         """Return the version's copy, fetched and checked where there is none yet; else compared
         with the server's."""
         data = self.manifest(name, version)
-        signature = self.fetch(SIGNATURE, name, version)
         with located(f"{name}/{version}"):
             manifest = read_manifest(data)
-        if version in self._copies.versions(name):
-            path = self._copies.folder(name, version)
-            try:
-                copied = load_version(name, path).manifest
-            except BundleDamaged:
-                with writing(path):
-                    shutil.rmtree(path)  # fetched again
-            else:
-                if copied != manifest:
-                    raise BundleConflict(
-                        f"{self.where} has another bundle under this version than before",
-                        file=copied.reference,
-                        expected=copied.seal,
-                        found=manifest.seal,
-                        cure=f"Ask who changed it, or remove {path} to take it",
-                    )
-                _update_signature(path / SIGNATURE, signature)
-                return path
-        check_place(manifest, f"{name}:{version}")
-        check_total(manifest)
-        files = {MANIFEST: data, **self.files(manifest)}
-        if signature is not None:
-            files[SIGNATURE] = signature
-        with writing(self.folders):
-            self.folders.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.folders.mkdir(exist_ok=True, mode=0o700)
-        self._copies.add(manifest, files)  # False: another process of ours was faster
-        return self._copies.folder(name, version)
+        signature = self.fetch(SIGNATURE, name, version)
+        path = self._copies.folder(name, version)
+        try:
+            copied = load_version(name, path).manifest
+        except BundleDamaged:
+            with writing(path):
+                shutil.rmtree(path)
+            return self.folder(name, version)
+        except BundleNotFound:
+            check_place(manifest, f"{name}:{version}")
+            check_total(manifest)
+            files = self.files(manifest)
+            with writing(self.folders):
+                self.folders.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self.folders.mkdir(exist_ok=True, mode=0o700)
+            self._copies.add(manifest, files)  # False: another process of ours was faster
+            copied = manifest
+        if copied != manifest:
+            raise BundleConflict(
+                f"{self.where} has another bundle under this version than before",
+                file=copied.reference,
+                expected=copied.seal,
+                found=manifest.seal,
+                cure=f"Ask who changed it, or remove {path} to take it",
+            )
+        _update_signature(path / SIGNATURE, signature)
+        return path
 
     def stamp(self, name: str, version: int) -> str:
         """Return the hashes of manifest and signature: any other change of a version is an
