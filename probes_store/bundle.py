@@ -1,4 +1,4 @@
-"""Writes and loads a bundle's folder, and checks the replay of its golden prompts and answers.
+"""Writes and loads a bundle's folder.
 
 Loading checks the manifest first, then names, sizes and hashes of all files, and only then parses
 the tensors. Publishing renders everything to bytes and reads it back with the same reader, so every
@@ -10,14 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from probes_store.errors import (
     BadValue,
     BundleNotFound,
     DigestMismatch,
-    GoldenMismatch,
     MissingFile,
     Truncated,
     UnknownFile,
@@ -37,7 +33,6 @@ from probes_store.manifest import (
     record_of,
     sealed,
 )
-from probes_store.records import Floats
 from probes_store.syntax import parse_json, plain, readable_json
 from probes_store.tensors import AnswerTensors, Golden, ProbeTensors
 
@@ -261,126 +256,3 @@ def _shown(folder: Path) -> str:
     """Return NAME/VERSION for messages: they may reach a client, so they must not show the
     machine's folders."""
     return "/".join(folder.absolute().parts[-2:])
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Largest accepted deviation of a risk, and of a truth logit in units of the trajectories'
-    spread."""
-
-    risk: float
-    trajectory: float
-
-
-# Qwen2.5-Coder-1.5B in float32 deviates by up to 0.32 from what it read in bfloat16, at an early
-# layer, and its risks by 0.01.  Where it reads one wrong head or layer, it deviates by 0.76.
-_HALF = Tolerance(risk=0.05, trajectory=0.5)
-TOLERANCES = {"float32": Tolerance(risk=1e-3, trajectory=1e-3), "float16": _HALF, "bfloat16": _HALF}
-
-
-def tolerance_for(*dtypes: str) -> Tolerance:
-    """Return the loosest tolerance among the dtypes.  Raises ValueError for a dtype that is not in
-    TOLERANCES."""
-    if unknown := [dtype for dtype in dtypes if dtype not in TOLERANCES]:
-        raise ValueError(
-            f"no golden tolerance for dtype {unknown[0]!r}; expected one of {', '.join(TOLERANCES)}"
-        )
-    return max((TOLERANCES[dtype] for dtype in dtypes), key=lambda tolerance: tolerance.risk)
-
-
-def spreads(trajectory: Floats, layers: int) -> NDArray[np.float64]:
-    """Return the spread of each logit's own probe, [(1 + A) m], of golden logits [G, (1 + A) m]
-    with m ``layers``.
-
-    It is the standard deviation over all golden logits of a probe, at least 1 % of their root mean
-    square: the lower bound keeps a constant trajectory (one layer and one prompt) from requiring
-        exact equality."""
-    probes = np.asarray(trajectory, np.float64).reshape(len(trajectory), -1, layers)
-    of_probe = [
-        max(values.std(), 0.01 * np.sqrt(np.mean(values**2)))
-        for values in np.moveaxis(probes, 1, 0)
-    ]
-    return np.repeat(np.array(of_probe), layers)
-
-
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """The largest deviation of a replay that passed, and the limit; units as in ``Tolerance``."""
-
-    found: Tolerance
-    allowed: Tolerance
-
-
-def check_golden(bundle: Bundle, trajectories: Floats, risks: Floats, *, dtype: str) -> Deviation:
-    """Compare a replay's logits [G, (1 + A) m] and risks [G], computed in ``dtype``, with the
-    recorded ones.
-
-    Hashes show that a bundle's bytes are right.  Only the replay shows that the engine reads the
-    right layer, position and heads: a wrong one deviates by more than one spread.  The logits of
-    each probe are compared in units of their own spread, with the tolerance of the looser dtype,
-    the bundle's or the engine's.  Two correct engines differ by about 1e-6 in float32; a bfloat16
-    rounding is 0.4 %, which over a few dozen blocks grows to some percent of the spread.
-
-    Raises GoldenMismatch with the worst deviation, for any NaN and for another shape; ValueError
-    for an unknown dtype.
-    """
-    return _compare(bundle, bundle.golden, trajectories, risks, dtype, "prompt")
-
-
-def check_answers(bundle: Bundle, trajectories: Floats, risks: Floats, *, dtype: str) -> Deviation:
-    """Compare a replay of the golden answers, logits [G, m] averaged over each one's tokens and
-    risks [G].
-
-    Works like ``check_golden`` and raises the same; also ValueError for a bundle without an answer
-    probe."""
-    if bundle.answer is None:
-        raise ValueError(f"bundle {bundle.reference} has no answer probe")
-    return _compare(bundle, bundle.answer, trajectories, risks, dtype, "answer")
-
-
-def _compare(
-    bundle: Bundle,
-    golden: Golden | AnswerTensors,
-    trajectories: Floats,
-    risks: Floats,
-    dtype: str,
-    row: str,
-) -> Deviation:
-    """Compare logits [G, k m] and risks [G] with those of ``golden``; ``row`` is the word for its
-    rows in messages."""
-    manifest = bundle.manifest
-    layers = bundle.manifest.model.num_layers
-    tolerance = tolerance_for(manifest.dtype, dtype)
-    units = {"trajectory": spreads(golden.trajectory, layers), "risk": np.ones(1)}
-    worst: dict[str, float] = {}
-    for field_name, replay in {"trajectory": trajectories, "risk": risks}.items():
-        recorded = np.asarray(getattr(golden, field_name), np.float64)
-        replayed = np.asarray(replay, np.float64)
-        limit = getattr(tolerance, field_name)
-        if replayed.shape != recorded.shape:
-            raise GoldenMismatch(
-                f"bundle {bundle.reference}: the replay of its golden {row}s has another shape",
-                field=field_name,
-                expected=list(recorded.shape),
-                found=list(replayed.shape),
-            )
-        unit = np.broadcast_to(units[field_name], recorded.shape)
-        deviation = np.abs(replayed - recorded) / unit
-        at = np.unravel_index(int(np.argmax(deviation)), deviation.shape)  # the first NaN, if any
-        worst[field_name] = float(deviation[at])
-        if not worst[field_name] <= limit:  # also for NaN
-            entry = f"golden {row} {at[0]}"
-            if field_name == "trajectory":
-                probe, layer = divmod(int(at[1]), layers)
-                entry += f", layer {layer}"
-                if probe and manifest.context is not None:
-                    entry += f" of context probe {manifest.context.probes[probe - 1].name}"
-            raise GoldenMismatch(
-                f"bundle {bundle.reference}: the engine ({dtype}) does not reproduce {entry},"
-                f" recorded in {manifest.dtype}; the deviation is {deviation[at] * unit[at]:.3g}"
-                f" and {limit * unit[at]:.3g} would pass",
-                field=field_name,
-                expected=f"{recorded[at]:.6g}",
-                found=f"{replayed[at]:.6g}",
-            )
-    return Deviation(Tolerance(**worst), tolerance)

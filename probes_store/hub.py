@@ -50,8 +50,9 @@ def is_same(remote: RepoSibling, record: FileRecord, data: bytes | None = None) 
     ``data`` are its bytes: a file outside the large file storage has git's digest, not sha256."""
     if remote.lfs is not None:
         return (remote.size, remote.lfs.sha256) == (record.bytes, record.sha256)
-    known = data is None or remote.blob_id is None
-    return remote.size == record.bytes and (known or remote.blob_id == git_hash(data))
+    if data is not None and remote.blob_id not in (None, git_hash(data)):
+        return False
+    return remote.size == record.bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import (
@@ -511,80 +510,3 @@ def _check(part: Any, document: Any, path: str = "") -> None:
     except errors.BundleDamaged as error:
         error.field = f"{path}.{error.field}".removeprefix(".")
         raise
-
-
-# Field of the manifest -> attribute of an engine, the error, the difference.
-_IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
-    "model.architecture": ("architecture", errors.WrongModel, "another architecture"),
-    "model.fingerprint": (
-        "fingerprint",
-        errors.WrongModel,
-        "other weights, or weights and caches of other types",
-    ),
-    "model.adapter": ("adapter", errors.WrongModel, "another adapter"),
-    "model.num_layers": ("geometry.num_layers", errors.WrongGeometry, "another shape"),
-    "model.num_heads": ("geometry.num_heads", errors.WrongGeometry, "another shape"),
-    "model.head_dim": ("geometry.head_dim", errors.WrongGeometry, "another shape"),
-    "model.hidden_size": ("geometry.hidden_size", errors.WrongGeometry, "another shape"),
-    "tokenizer.digest": ("tokenizer", errors.WrongTokenizer, "another tokenizer"),
-    "chat_template.digest": ("chat_template", errors.WrongChatTemplate, "another chat template"),
-    "chat_template.arguments": (
-        "template_arguments",
-        errors.WrongChatTemplate,
-        "other arguments of the chat template",
-    ),
-}
-
-
-def another_commit(manifest: Manifest, model: str, revision: str) -> errors.WrongRevision | None:
-    """Return the error for other weights if the loaded model is another commit of the same hub
-    model; else None.
-
-    A folder has no commit, and the commits of a model with another name cannot be compared."""
-    trained = manifest.model
-    if (
-        model != trained.name
-        or LOCAL in (revision, trained.revision)
-        or revision == trained.revision
-    ):
-        return None
-    return errors.WrongRevision(
-        f"bundle {manifest.reference} was trained on {trained.name} at revision {trained.revision},"
-        " with other weights",
-        field="model.revision",
-        expected=trained.revision,
-        found=revision,
-        cure=f"Load that commit (--revision {trained.revision}), or train a bundle for this one",
-    )
-
-
-def check_identity(manifest: Manifest, loaded: Any) -> None:
-    """Refuse a model that the bundle was not trained on; ``loaded`` is the identity that an engine
-    reports.
-
-    Raises the error of the first difference, in the order of ``_IDENTITY``.  The name may differ,
-    and also the revision if the weights are the same."""
-    at = f"{manifest.model.name} at revision {manifest.model.revision}"
-    for field, (attribute, error, difference) in _IDENTITY.items():
-        expected = attrgetter(field)(manifest)
-        actual = attrgetter(attribute)(loaded)
-        if expected == actual:
-            continue
-        needed = at
-        if attribute == "adapter" or not field.startswith("model."):
-            needed = f"the {attribute.replace('_', ' ')} of {at}"
-        cure = f"Load {needed}, or train a bundle for what is loaded"
-        if attribute == "template_arguments":  # a loaded model renders all chats with the same ones
-            cure = (
-                f"Serve it by a process of its own, which loads {at} with them, or train a bundle"
-                " with the arguments of the first one"
-            )
-        weights = attribute == "fingerprint"
-        commit = another_commit(manifest, loaded.model, loaded.revision) if weights else None
-        raise commit or error(
-            f"bundle {manifest.reference} was trained on {difference}",
-            field=field,
-            expected="none" if expected is None else expected,
-            found="none" if actual is None else actual,
-            cure=cure,
-        )
