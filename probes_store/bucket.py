@@ -76,8 +76,13 @@ _NO_ANSWER = {
     "ServiceResponseError",
     "TransportError",
 }
-_BUSY = {errno.EBUSY, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
-_BUSY.add(getattr(errno, "EREMOTEIO", errno.EBUSY))  # of Linux alone
+_BUSY = {
+    errno.EBUSY,
+    errno.ETIMEDOUT,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    getattr(errno, "EREMOTEIO", errno.EBUSY),  # of Linux alone
+}
 # A server that is down must not delay a start by minutes.
 _S3_LIMITS = {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 1}}
 

@@ -372,7 +372,7 @@ class Manifest(Record):
 
 # Fields of later releases, each of one record.  They are absent if they are None, so older bundles
 # keep their bytes.
-LATER: Final = frozenset(
+LATER = frozenset(
     (
         "adapter",
         "answer",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def check_closed(path: Path) -> None:
     root.  A missing path is fine."""
     path = Path(os.path.abspath(path))
     for part in (path, path.resolve()):  # a link itself, and its target
-        for below, folder in zip((part, *part.parents), part.parents, strict=False):
+        for below, folder in pairwise((part, *part.parents)):
             try:
                 mode = folder.stat().st_mode
                 owner = below.lstat().st_uid
