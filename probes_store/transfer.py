@@ -278,7 +278,7 @@ def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> Files:
     return {SIGNATURE: data}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pushed:
     """The steps of a push that was done, or with dry_run, would be done."""
 
@@ -290,7 +290,7 @@ class Pushed:
     create: bool = False  # create the repository
     commit: bool = False  # commit the files
     nothing: bool = False  # the hub has that version already; else it gets a tag
-    deleted: tuple[str, ...] = ()  # files of the previous version that this one lacks
+    deleted: Sequence[str] = ()  # files of the previous version that this one lacks
 
 
 def push(
@@ -317,7 +317,7 @@ def push(
     try:
         head = hub.snapshot()
     except errors.HubMissing:
-        done = replace(done, create=True, commit=True)
+        done.create = done.commit = True
     else:
         if private and not head.private:
             raise BundleConflict(
@@ -325,7 +325,8 @@ def push(
                 file=str(address),
                 cure=f"Leave out --private, or make it private at {hub.url}/settings",
             )
-        done = replace(done, private=head.private, **_changes(hub, head, manifest, files))
+        done.private = head.private
+        _plan(done, hub, head, manifest, files)
     if dry_run or done.nothing:
         return done
     with hub.errors():  # if a step fails, the next push continues there
@@ -347,7 +348,8 @@ def push(
         hub.api.create_tag(hub.repository, tag=tag, tag_message=manifest.digest, revision=commit)
     there = hub.snapshot(tag)
     _check_complete(there, files)
-    return replace(done, private=there.private)
+    done.private = there.private
+    return done
 
 
 def _index(hub: Hub, bundle: Bundle, *, new: bool) -> bytes:
@@ -357,15 +359,16 @@ def _index(hub: Hub, bundle: Bundle, *, new: bool) -> bytes:
     return index_bytes([replace(offer, versions=tuple(sorted(versions)))])
 
 
-def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Files) -> dict[str, Any]:
-    """Return the fields of ``Pushed`` for an existing repository."""
+def _plan(done: Pushed, hub: Hub, head: Snapshot, manifest: Manifest, files: Files) -> None:
+    """Set what there is to do in an existing repository."""
     name = manifest.name
     version = manifest.version
     if version in hub.versions():
         tag = f"v{version}"
         _check_same(hub, tag, manifest)
         _check_complete(hub.snapshot(tag), files)
-        return {"nothing": True}
+        done.nothing = True
+        return
     if MANIFEST not in head.files:
         if strangers := sorted(_strangers(head) - HARMLESS):
             raise BundleConflict(
@@ -373,7 +376,8 @@ def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Files) -> dict
                 file=hub.url,
                 cure=f"{ELSEWHERE}; one that does not exist is created",
             )
-        return {"commit": True}
+        done.commit = True
+        return
     there = _check_same(hub, MAIN, manifest)
     if there.name != name:
         raise BundleConflict(
@@ -391,9 +395,9 @@ def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Files) -> dict
         )
     if there.version == version:  # an earlier push stopped before its tag
         _check_complete(head, files)
-        return {}
-    gone = {*there.files, SIGNATURE} & head.files.keys() - files.keys()
-    return {"commit": True, "deleted": tuple(sorted(gone))}
+        return
+    done.commit = True
+    done.deleted = sorted({*there.files, SIGNATURE} & head.files.keys() - files.keys())
 
 
 def _check_same(hub: Hub, revision: str, ours: Manifest) -> Manifest:
