@@ -26,7 +26,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,7 +40,6 @@ from probes_store.errors import (
     one_line,
 )
 from probes_store.index import INDEX, index_bytes, joined, offer_of, read_index
-from probes_store.local import Claim
 from probes_store.manifest import (
     EVALUATION,
     MANIFEST,
@@ -118,9 +117,8 @@ class Bucket(RemoteBackend):
                 files[name] = listed(data, record, name)
         return files
 
-    @contextmanager
-    def prepared(self, manifest: Manifest, files: Files) -> Iterator[Claim]:
-        """Write the blobs."""
+    def mend(self, manifest: Manifest, version: int, files: Files) -> None:
+        """Write the blobs that are missing or damaged."""
         self.check_writable()
         for name in manifest.files:
             data = files[name]
@@ -128,7 +126,6 @@ class Bucket(RemoteBackend):
             if not self._objects.create(path, data) and self._objects.read(path, len(data)) != data:
                 # Repair a damaged blob: its name is the hash of its content.
                 self._objects.put(path, data)
-        yield partial(self._claim, files)
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
         """Create the next revision of the table; if another process was faster, the one after
@@ -159,13 +156,14 @@ class Bucket(RemoteBackend):
                 raise MissingFile("the alias table was removed", cure="Set the aliases again")
             return revision, {} if data is None else parse_aliases(data)
 
-    def _claim(self, files: Files, manifest: Manifest) -> bool:
-        """Create the manifest, which publishes the version, then signature and index; return False
-        if the version has another manifest.
+    def add(self, manifest: Manifest, files: Files) -> bool:
+        """Write the blobs, create the manifest, which publishes the version, then write signature
+        and index; return False if the version has another manifest.
 
         If the answer to a first attempt was lost, the object that a retry finds may be ours."""
         name = manifest.name
         version = manifest.version
+        self.mend(manifest, version, files)
         data = manifest_bytes(manifest)
         created = self._objects.create(f"{name}/{version}/{MANIFEST}", data)
         if not created and self.manifest(name, version) != data:

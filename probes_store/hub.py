@@ -256,4 +256,4 @@ class HubSource(RemoteBackend):
             cure="Publish and sign in a store of your own, and run 'hallutracer bundle push'",
         )
 
-    children = check_writable = prepared = set_alias = write_signature = _refuse
+    children = check_writable = add = mend = set_alias = write_signature = _refuse

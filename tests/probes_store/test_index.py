@@ -66,7 +66,7 @@ class Listing(RemoteBackend):
         self.given = index
         self.read = list[int]()
 
-    children = files = prepared = None  # nobody asks for them
+    children = files = add = mend = None  # nobody asks for them
 
     def fetch(self, file: str, name: str = "", version: int = 0) -> bytes | None:
         assert (file, name) == (INDEX, "")
