@@ -132,7 +132,6 @@ def add(
     files: as of ``Bundle.files``; origin: kept beside them in a folder.  Everything is read as
     ``Store.verify`` reads it before the store is touched.  Raises what that and ``held`` raise,
     BundleConflict and StoreNotWritable."""
-    _check_version(manifest)
     name = manifest.name
     version = manifest.version
     with tempfile.TemporaryDirectory() as outside:
@@ -151,12 +150,6 @@ def add(
     if unsigned and SIGNATURE in files and manifest_bytes(existing.manifest) == files[MANIFEST]:
         store.own.write_signature(name, version, files[SIGNATURE])
     return existing, False
-
-
-def _check_version(manifest: Manifest) -> None:
-    """Raise BadValue for a number that no store can hold."""
-    if not VERSION.fullmatch(version := str(manifest.version)):
-        raise errors.BadValue(file=MANIFEST, field="version", expected=VERSIONS, found=version)
 
 
 @dataclass(frozen=True)
@@ -220,11 +213,12 @@ def pull(
             found=manifest.digest,
             cure="Ask its publisher",
         )
-    _check_version(manifest)
+    if not VERSION.fullmatch(version := str(manifest.version)):  # which no store can hold
+        raise errors.BadValue(file=MANIFEST, field="version", expected=VERSIONS, found=version)
     tag = address.revision or ""
-    if TAG.fullmatch(tag) and tag != f"v{manifest.version}":
+    if TAG.fullmatch(tag) and tag != f"v{version}":
         raise BundleConflict(
-            f"the tag {tag} holds version {manifest.version}",
+            f"the tag {tag} holds version {version}",
             file=file,
             cure="Ask its publisher, or name a commit",
         )
