@@ -31,6 +31,7 @@ ROLES = {
     "service.data": ("rows, forms, labels, judges, collected activations", OFFLINE),
     "service.scoring": ("a request without HTTP: prompt, engine, risk report", REQUEST),
     "service.turn": ("what of an answer may be shown, and how it ends", REQUEST),
+    "service.matching": ("whether a loaded model may serve a bundle", REQUEST),
     "service.prompts": ("text to token ids", REQUEST),
     "service.tool_calls": ("the calls of tools in an answer", GROUND),
     "service.judging": ("from a reading to what is said of it", REQUEST),

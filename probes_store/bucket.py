@@ -26,11 +26,11 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, Files, listed
+from probes_store.bundle import MAX_SMALL, SIGNATURE, Files, listed
 from probes_store.errors import (
     BundleError,
     MissingFile,
@@ -40,7 +40,6 @@ from probes_store.errors import (
     one_line,
 )
 from probes_store.index import INDEX, index_bytes, joined, offer_of, read_index
-from probes_store.local import Claim
 from probes_store.manifest import (
     EVALUATION,
     MANIFEST,
@@ -76,8 +75,13 @@ _NO_ANSWER = {
     "ServiceResponseError",
     "TransportError",
 }
-_BUSY = {errno.EBUSY, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
-_BUSY.add(getattr(errno, "EREMOTEIO", errno.EBUSY))  # of Linux alone
+_BUSY = {
+    errno.EBUSY,
+    errno.ETIMEDOUT,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    getattr(errno, "EREMOTEIO", errno.EBUSY),  # of Linux alone
+}
 # A server that is down must not delay a start by minutes.
 _S3_LIMITS = {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 1}}
 
@@ -98,30 +102,23 @@ class Bucket(RemoteBackend):
         """Return the newest table."""
         return self._table(name)[1]
 
-    def index(self) -> bytes | None:
-        """Return the bytes of ``index.json``; None if there is none."""
-        return self._objects.read(INDEX, MAX_MANIFEST)
-
-    def manifest(self, name: str, version: int) -> bytes:
-        """Return the manifest's bytes.  Raises MissingFile."""
-        return self._read(f"{name}/{version}/{MANIFEST}", MAX_MANIFEST)
-
-    def signature(self, name: str, version: int) -> bytes | None:
-        """Return the signature's bytes; None if there is none."""
-        return self._objects.read(f"{name}/{version}/{SIGNATURE}", MAX_SIGNATURE)
+    def fetch(self, file: str, name: str = "", version: int = 0) -> bytes | None:
+        """Read an object."""
+        return self._objects.read(f"{name}/{version}/{file}" if name else file, MAX_SMALL)
 
     def files(self, manifest: Manifest) -> Files:
         """Read and verify the files that the manifest lists."""
         files = {}
         with located(f"{manifest.name}/{manifest.version}"):
             for name, record in manifest.files.items():
-                data = self._read(_blob(manifest.name, record.sha256), record.bytes, name)
+                data = self._objects.read(_blob(manifest.name, record.sha256), record.bytes)
+                if data is None:
+                    raise MissingFile(file=name)
                 files[name] = listed(data, record, name)
         return files
 
-    @contextmanager
-    def prepared(self, manifest: Manifest, files: Files) -> Iterator[Claim]:
-        """Write the blobs."""
+    def mend(self, manifest: Manifest, version: int, files: Files) -> None:
+        """Write the blobs that are missing or damaged."""
         self.check_writable()
         for name in manifest.files:
             data = files[name]
@@ -129,7 +126,6 @@ class Bucket(RemoteBackend):
             if not self._objects.create(path, data) and self._objects.read(path, len(data)) != data:
                 # Repair a damaged blob: its name is the hash of its content.
                 self._objects.put(path, data)
-        yield partial(self._claim, files)
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
         """Create the next revision of the table; if another process was faster, the one after
@@ -148,31 +144,26 @@ class Bucket(RemoteBackend):
         """Write the signature, over an older one."""
         self._objects.put(f"{name}/{version}/{SIGNATURE}", data)
 
-    def _read(self, path: str, limit: int, shown: str = "") -> bytes:
-        data = self._objects.read(path, limit)
-        if data is None:
-            raise MissingFile(file=shown or path)
-        return data
-
     def _table(self, name: str) -> tuple[int, dict[str, int]]:
         """Return the highest revision and its table; else 0 and the aliases.json of a local store,
         if copied here."""
         revisions = [child.removesuffix(".json") for child in self._objects.children(name, TABLES)]
         revision = max((int(child) for child in revisions if VERSION.fullmatch(child)), default=0)
         path = f"{name}/{TABLES}/{revision}.json" if revision else f"{name}/{ALIASES}"
-        data = self._objects.read(path, MAX_MANIFEST)
+        data = self._objects.read(path, MAX_SMALL)
         with located(path):
             if data is None and revision:
                 raise MissingFile("the alias table was removed", cure="Set the aliases again")
             return revision, {} if data is None else parse_aliases(data)
 
-    def _claim(self, files: Files, manifest: Manifest) -> bool:
-        """Create the manifest, which publishes the version, then signature and index; return False
-        if the version has another manifest.
+    def add(self, manifest: Manifest, files: Files) -> bool:
+        """Write the blobs, create the manifest, which publishes the version, then write signature
+        and index; return False if the version has another manifest.
 
         If the answer to a first attempt was lost, the object that a retry finds may be ours."""
         name = manifest.name
         version = manifest.version
+        self.mend(manifest, version, files)
         data = manifest_bytes(manifest)
         created = self._objects.create(f"{name}/{version}/{MANIFEST}", data)
         if not created and self.manifest(name, version) != data:
@@ -181,7 +172,7 @@ class Bucket(RemoteBackend):
             self.write_signature(name, version, files[SIGNATURE])
         try:  # it is published without being listed, so an index that is refused is only warned of
             offer = offer_of(manifest, parse_json(files[EVALUATION]))
-            offers = joined([*read_index(self.index()), offer])
+            offers = joined([*read_index(self.fetch(INDEX)), offer])
             self._objects.put(INDEX, index_bytes(offers))
         except BundleError as error:
             log.warning("%s is published, and not in %s: %s", manifest.reference, INDEX, error)
@@ -235,11 +226,8 @@ class Objects:
                         f"there is no {container!r}", file=self.url, cure="Create it first"
                     ) from None
                 return []
-        base = f"{path}/"
-        below = (str(name).strip("/") for name in listing)
-        return sorted(
-            {name.removeprefix(base).partition("/")[0] for name in below if name.startswith(base)}
-        )
+        below = map(PurePosixPath, listing)
+        return sorted({entry.name for entry in below if str(entry.parent).strip("/") == path})
 
     def read(self, path: str, limit: int) -> bytes | None:
         """Return at most the first ``limit`` + 1 bytes of an object; None if there is none."""

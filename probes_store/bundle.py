@@ -1,4 +1,4 @@
-"""Writes and loads a bundle's folder, and checks the replay of its golden prompts and answers.
+"""Writes and loads a bundle's folder.
 
 Loading checks the manifest first, then names, sizes and hashes of all files, and only then parses
 the tensors. Publishing renders everything to bytes and reads it back with the same reader, so every
@@ -6,19 +6,14 @@ published bundle loads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from probes_store import manifest as manifests
 from probes_store.errors import (
     BadValue,
     BundleNotFound,
     DigestMismatch,
-    GoldenMismatch,
     MissingFile,
     Truncated,
     UnknownFile,
@@ -33,16 +28,17 @@ from probes_store.manifest import (
     PROBES,
     FileRecord,
     Manifest,
+    manifest_bytes,
     read_manifest,
+    record_of,
+    sealed,
 )
-from probes_store.records import Floats
 from probes_store.syntax import parse_json, plain, readable_json
 from probes_store.tensors import AnswerTensors, Golden, ProbeTensors
 
-MAX_MANIFEST = 1 << 20  # bytes
+MAX_SMALL = 1 << 20  # bytes of a manifest, a signature, an index or an alias table
 MAX_TOTAL = 256 * 1024 * 1024  # bytes of a bundle that comes over a network, all files together
 SIGNATURE = "model.sig"  # by OpenSSF model signing; as it covers the manifest, that cannot list it
-MAX_SIGNATURE = 1 << 20  # bytes
 Files = dict[str, bytes]  # name -> content
 
 
@@ -79,7 +75,7 @@ class Bundle:
         """Read and verify the manifest and the files that it lists, which a signature covers.
         Raises a subclass of BundleDamaged."""
         listed_files = {name: self.read(name) for name in self.manifest.files}
-        return listed_files | {MANIFEST: manifests.manifest_bytes(self.manifest)}
+        return listed_files | {MANIFEST: manifest_bytes(self.manifest)}
 
     def files(self) -> Files:
         """Read and verify all files: the signed ones, and the signature if there is one.  Raises a
@@ -120,7 +116,7 @@ def load_bundle(path: Path) -> Bundle:
     if not path.is_dir():
         raise BundleNotFound("no bundle folder there", file=str(path), cure="Check the path")
     with located(_shown(path)):
-        manifest = read_manifest(_read(path, MANIFEST, MAX_MANIFEST))
+        manifest = read_manifest(_read(path, MANIFEST, MAX_SMALL))
         known = {*manifest.files, MANIFEST, SIGNATURE, "plots"}
         for entry in path.rglob("*"):
             name = entry.relative_to(path).as_posix()
@@ -159,7 +155,7 @@ def read_signature(path: Path) -> bytes | None:
     if not (path / SIGNATURE).exists():
         return None
     with located(_shown(path)):
-        return _read(path, SIGNATURE, MAX_SIGNATURE)
+        return _read(path, SIGNATURE, MAX_SMALL)
 
 
 def check_total(manifest: Manifest) -> None:
@@ -186,11 +182,9 @@ def render(draft: BundleDraft) -> tuple[Manifest, Files]:
         CARD: draft.card.encode(),
         **{f"plots/{name}": data for name, data in draft.plots.items()},
     }
-    records = {name: vars(manifests.record_of(data)) for name, data in files.items()}
-    set_here = {"version": 1, "created": manifests.UNSET_TIME, "files": records}
+    records = {name: record_of(data) for name, data in files.items()}
     with located(MANIFEST):
-        fields = plain(manifests.as_document(draft.manifest) | set_here)
-        manifest = manifests.read_record(manifests.with_seal(fields))
+        manifest = sealed(replace(draft.manifest, files=records))
     _read_tensors(files, manifest)
     return manifest, files
 
@@ -216,15 +210,11 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
             raise BadValue(
                 "a link that leaves the bundle", file=name, expected="a file", found=path.resolve()
             )
-        with open(path, "rb") as file:
-            # ``read`` allocates what it is asked for and the manifest may state any size: the
-            # file's size bounds it.
-            data = file.read(min(limit, path.stat().st_size) + 1)
+        if path.stat().st_size > limit:
+            raise too_long(name, limit)
+        return path.read_bytes()
     except OSError as error:
         raise MissingFile(f"the file cannot be read: {error.strerror}", file=name) from error
-    if len(data) > limit:
-        raise too_long(name, limit)
-    return data
 
 
 def too_long(file: str, limit: int) -> DigestMismatch:
@@ -237,7 +227,7 @@ def too_long(file: str, limit: int) -> DigestMismatch:
 def listed(data: bytes, record: FileRecord, file: str) -> bytes:
     """Check that the bytes are those that the manifest lists, and return them.  Raises Truncated
     and DigestMismatch."""
-    actual = manifests.record_of(data)
+    actual = record_of(data)
     if actual.bytes < record.bytes:
         raise Truncated(
             "the file is too short", file=file, expected=f"{record.bytes} bytes", found=actual.bytes
@@ -262,126 +252,3 @@ def _shown(folder: Path) -> str:
     """Return NAME/VERSION for messages: they may reach a client, so they must not show the
     machine's folders."""
     return "/".join(folder.absolute().parts[-2:])
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Largest accepted deviation of a risk, and of a truth logit in units of the trajectories'
-    spread."""
-
-    risk: float
-    trajectory: float
-
-
-# Qwen2.5-Coder-1.5B in float32 deviates by up to 0.32 from what it read in bfloat16, at an early
-# layer, and its risks by 0.01.  Where it reads one wrong head or layer, it deviates by 0.76.
-_HALF = Tolerance(risk=0.05, trajectory=0.5)
-TOLERANCES = {"float32": Tolerance(risk=1e-3, trajectory=1e-3), "float16": _HALF, "bfloat16": _HALF}
-
-
-def tolerance_for(*dtypes: str) -> Tolerance:
-    """Return the loosest tolerance among the dtypes.  Raises ValueError for a dtype that is not in
-    TOLERANCES."""
-    if unknown := [dtype for dtype in dtypes if dtype not in TOLERANCES]:
-        raise ValueError(
-            f"no golden tolerance for dtype {unknown[0]!r}; expected one of {', '.join(TOLERANCES)}"
-        )
-    return max((TOLERANCES[dtype] for dtype in dtypes), key=lambda tolerance: tolerance.risk)
-
-
-def spreads(trajectory: Floats, layers: int) -> NDArray[np.float64]:
-    """Return the spread of each logit's own probe, [(1 + A) m], of golden logits [G, (1 + A) m]
-    with m ``layers``.
-
-    It is the standard deviation over all golden logits of a probe, at least 1 % of their root mean
-    square: the lower bound keeps a constant trajectory (one layer and one prompt) from requiring
-        exact equality."""
-    probes = np.asarray(trajectory, np.float64).reshape(len(trajectory), -1, layers)
-    of_probe = [
-        max(values.std(), 0.01 * np.sqrt(np.mean(values**2)))
-        for values in np.moveaxis(probes, 1, 0)
-    ]
-    return np.repeat(np.array(of_probe), layers)
-
-
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """The largest deviation of a replay that passed, and the limit; units as in ``Tolerance``."""
-
-    found: Tolerance
-    allowed: Tolerance
-
-
-def check_golden(bundle: Bundle, trajectories: Floats, risks: Floats, *, dtype: str) -> Deviation:
-    """Compare a replay's logits [G, (1 + A) m] and risks [G], computed in ``dtype``, with the
-    recorded ones.
-
-    Hashes show that a bundle's bytes are right.  Only the replay shows that the engine reads the
-    right layer, position and heads: a wrong one deviates by more than one spread.  The logits of
-    each probe are compared in units of their own spread, with the tolerance of the looser dtype,
-    the bundle's or the engine's.  Two correct engines differ by about 1e-6 in float32; a bfloat16
-    rounding is 0.4 %, which over a few dozen blocks grows to some percent of the spread.
-
-    Raises GoldenMismatch with the worst deviation, for any NaN and for another shape; ValueError
-    for an unknown dtype.
-    """
-    return _compare(bundle, bundle.golden, trajectories, risks, dtype, "prompt")
-
-
-def check_answers(bundle: Bundle, trajectories: Floats, risks: Floats, *, dtype: str) -> Deviation:
-    """Compare a replay of the golden answers, logits [G, m] averaged over each one's tokens and
-    risks [G].
-
-    Works like ``check_golden`` and raises the same; also ValueError for a bundle without an answer
-    probe."""
-    if bundle.answer is None:
-        raise ValueError(f"bundle {bundle.reference} has no answer probe")
-    return _compare(bundle, bundle.answer, trajectories, risks, dtype, "answer")
-
-
-def _compare(
-    bundle: Bundle,
-    golden: Golden | AnswerTensors,
-    trajectories: Floats,
-    risks: Floats,
-    dtype: str,
-    row: str,
-) -> Deviation:
-    """Compare logits [G, k m] and risks [G] with those of ``golden``; ``row`` is the word for its
-    rows in messages."""
-    manifest = bundle.manifest
-    layers = bundle.manifest.model.num_layers
-    tolerance = tolerance_for(manifest.dtype, dtype)
-    units = {"trajectory": spreads(golden.trajectory, layers), "risk": np.ones(1)}
-    worst: dict[str, float] = {}
-    for field_name, replay in {"trajectory": trajectories, "risk": risks}.items():
-        recorded = np.asarray(getattr(golden, field_name), np.float64)
-        replayed = np.asarray(replay, np.float64)
-        limit = getattr(tolerance, field_name)
-        if replayed.shape != recorded.shape:
-            raise GoldenMismatch(
-                f"bundle {bundle.reference}: the replay of its golden {row}s has another shape",
-                field=field_name,
-                expected=list(recorded.shape),
-                found=list(replayed.shape),
-            )
-        unit = np.broadcast_to(units[field_name], recorded.shape)
-        deviation = np.abs(replayed - recorded) / unit
-        at = np.unravel_index(int(np.argmax(deviation)), deviation.shape)  # the first NaN, if any
-        worst[field_name] = float(deviation[at])
-        if not worst[field_name] <= limit:  # also for NaN
-            entry = f"golden {row} {at[0]}"
-            if field_name == "trajectory":
-                probe, layer = divmod(int(at[1]), layers)
-                entry += f", layer {layer}"
-                if probe and manifest.context is not None:
-                    entry += f" of context probe {manifest.context.probes[probe - 1].name}"
-            raise GoldenMismatch(
-                f"bundle {bundle.reference}: the engine ({dtype}) does not reproduce {entry},"
-                f" recorded in {manifest.dtype}; the deviation is {deviation[at] * unit[at]:.3g}"
-                f" and {limit * unit[at]:.3g} would pass",
-                field=field_name,
-                expected=f"{recorded[at]:.6g}",
-                found=f"{replayed[at]:.6g}",
-            )
-    return Deviation(Tolerance(**worst), tolerance)

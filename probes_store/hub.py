@@ -18,11 +18,12 @@ import httpx
 import httpx2
 from huggingface_hub import HfApi
 from huggingface_hub import errors as of_hub
+from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from probes_store import errors
-from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, Files, listed, too_long
+from probes_store.bundle import MAX_SMALL, Files, listed, too_long
 from probes_store.errors import (
     BundleError,
     HubError,
@@ -31,7 +32,6 @@ from probes_store.errors import (
     StoreUnreachable,
     one_line,
 )
-from probes_store.index import INDEX
 from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from probes_store.remote import RemoteBackend
 from probes_store.syntax import HubAddress, parse_address
@@ -44,20 +44,15 @@ TAG = re.compile(r"v[1-9][0-9]*")  # the tag of a version
 _TOKEN = "log in with 'hf auth login', or set HF_TOKEN: https://huggingface.co/settings/tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """The hub's record of a file."""
+def is_same(remote: RepoSibling, record: FileRecord, data: bytes | None = None) -> bool:
+    """Return whether the hub's file is that of ``record``, by what the hub says of it.
 
-    size: int
-    sha256: str | None  # for files in large file storage
-    blob: str | None  # git's digest, for other files
-
-    def differs(self, record: FileRecord, data: bytes | None = None) -> bool:
-        """Return whether this is not the file of ``record``; ``data`` are its bytes, to compare
-        git's digest."""
-        if self.size != record.bytes or self.sha256 is not None:
-            return self.size != record.bytes or self.sha256 != record.sha256
-        return data is not None and self.blob is not None and self.blob != git_hash(data)
+    ``data`` are its bytes: a file outside the large file storage has git's digest, not sha256."""
+    if remote.lfs is not None:
+        return (remote.size, remote.lfs.sha256) == (record.bytes, record.sha256)
+    if data is not None and remote.blob_id not in (None, git_hash(data)):
+        return False
+    return remote.size == record.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +61,7 @@ class Snapshot:
 
     commit: str
     private: bool
-    files: Mapping[str, RemoteFile]
+    files: Mapping[str, RepoSibling]
 
 
 class Hub:
@@ -86,11 +81,7 @@ class Hub:
         commit = info.sha or ""
         if not re.fullmatch(r"[0-9a-f]{40}", commit):
             raise HubError("the hub names no commit", expected="40 hex digits", found=ascii(commit))
-        files = {}
-        for file in info.siblings or []:
-            size = file.size if isinstance(file.size, int) else -1
-            sha256 = file.lfs.sha256 if file.lfs else None
-            files[file.rfilename] = RemoteFile(size, sha256, file.blob_id)
+        files = {file.rfilename: file for file in info.siblings or []}
         return Snapshot(commit, bool(info.private), files)
 
     def versions(self) -> set[int]:
@@ -108,13 +99,14 @@ class Hub:
         *,
         arrived: Callable[[int], Any] | None = None,
         cached: bool = False,
+        again: bool = False,
     ) -> tuple[T, Path]:
         """Read a file of at most ``limit`` bytes; return what ``accept`` makes of its bytes, and
         its path in the cache.
 
-        If ``accept`` raises BundleDamaged, the file is fetched again, since the copy in the cache
-        may be damaged. ``arrived`` is called with the number of bytes as they arrive.  ``cached``
-        reads the cache only."""
+        If ``accept`` raises BundleDamaged, the file is fetched ``again``, since the copy in the
+        cache may be damaged. ``arrived`` is called with the number of bytes as they arrive.
+        ``cached`` reads the cache only."""
 
         class Limited(tqdm):  # type: ignore[type-arg]  # tqdm[Any] is no class at run time
             """Shows nothing, and stops a download that is longer than the limit."""
@@ -128,30 +120,29 @@ class Hub:
                 self.total_arrived += int(n or 0)
                 if self.total_arrived > limit:
                     raise too_long(name, limit)
-                if arrived is not None and not again:
+                if arrived is not None:
                     arrived(int(n or 0))
                 return None
 
-        for again in (False, True):
-            with self.errors(revision):
-                path = self.api.hf_hub_download(
-                    self.repository,
-                    name,
-                    revision=revision,
-                    local_files_only=cached,
-                    force_download=again,
-                    tqdm_class=Limited,
-                )
-                with open(path, "rb") as file:
-                    data = file.read(limit + 1)
-            if len(data) > limit:
-                raise too_long(name, limit)
-            try:
-                return accept(data), Path(path)
-            except errors.BundleDamaged:
-                if cached or again:
-                    raise
-        raise AssertionError("unreachable")
+        with self.errors(revision):
+            path = self.api.hf_hub_download(
+                self.repository,
+                name,
+                revision=revision,
+                local_files_only=cached,
+                force_download=again,
+                tqdm_class=Limited,
+            )
+            with open(path, "rb") as file:
+                data = file.read(limit + 1)
+        if len(data) > limit:
+            raise too_long(name, limit)
+        try:
+            return accept(data), Path(path)
+        except errors.BundleDamaged:
+            if cached or again:
+                raise
+        return self.read(name, revision, limit, accept, again=True)
 
     def files(self, manifest: Manifest, revision: str, **options: Any) -> Files:
         """Read and verify the files that the manifest lists; ``options`` are those of ``read``."""
@@ -237,7 +228,7 @@ class HubSource(RemoteBackend):
     def names(self) -> list[str]:
         """Return the name of the repository's bundle."""
         self._hub.versions()  # raises if there is no answer; a file would come from the cache then
-        return [self._hub.read(MANIFEST, MAIN, MAX_MANIFEST, read_manifest)[0].name]
+        return [self._hub.read(MANIFEST, MAIN, MAX_SMALL, read_manifest)[0].name]
 
     def versions(self, name: str) -> set[int]:
         """Return the numbers of the tags."""
@@ -247,22 +238,12 @@ class HubSource(RemoteBackend):
         """Return an empty table: a repository has no aliases."""
         return {}
 
-    def index(self) -> bytes | None:
-        """Read ``index.json``; None if the repository has none."""
-        return self._read(INDEX, MAIN, MAX_MANIFEST)
-
-    def manifest(self, name: str, version: int) -> bytes:
-        """Read bundle.json at the tag."""
-        return self._hub.read(MANIFEST, f"v{version}", MAX_MANIFEST, bytes)[0]
-
-    def signature(self, name: str, version: int) -> bytes | None:
-        """Read model.sig at the tag."""
-        return self._read(SIGNATURE, f"v{version}", MAX_SIGNATURE)
-
-    def _read(self, file: str, revision: str, limit: int) -> bytes | None:
-        if file not in self._hub.snapshot(revision).files:
+    def fetch(self, file: str, name: str = "", version: int = 0) -> bytes | None:
+        """Read a file at a version's tag, or without a version, at the head."""
+        try:
+            return self._hub.read(file, f"v{version}" if version else MAIN, MAX_SMALL, bytes)[0]
+        except MissingFile:
             return None
-        return self._hub.read(file, revision, limit, bytes)[0]
 
     def files(self, manifest: Manifest) -> Files:
         """Read and verify the files at the tag."""
@@ -275,4 +256,4 @@ class HubSource(RemoteBackend):
             cure="Publish and sign in a store of your own, and run 'hallutracer bundle push'",
         )
 
-    children = check_writable = prepared = set_alias = write_signature = _refuse
+    children = check_writable = add = mend = set_alias = write_signature = _refuse

@@ -7,15 +7,13 @@ checked by its own manifest."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from probes_store.errors import BundleDamaged
 from probes_store.manifest import Manifest
 from probes_store.records import Filled, Name, Positive, Record, Share
-from probes_store.syntax import parse_json, readable_json
 
 INDEX = "index.json"
 
@@ -44,15 +42,15 @@ _ADAPTER = TypeAdapter(_Index)
 def read_index(data: bytes | None) -> tuple[Offer, ...]:
     """Read the bytes of an index; of none, or a damaged one, nothing."""
     try:
-        return () if data is None else _ADAPTER.validate_python(parse_json(data)).bundles
-    except (ValidationError, BundleDamaged):
+        return _ADAPTER.validate_json(data or b"").bundles
+    except ValidationError:
         return ()
 
 
 def index_bytes(offers: Iterable[Offer]) -> bytes:
     """Return the bytes of an index."""
-    rows = [asdict(offer) for offer in sorted(offers, key=_order)]
-    return readable_json({"format": "hallutracer-index", "format_version": 1, "bundles": rows})
+    index = _Index("hallutracer-index", 1, tuple(sorted(offers, key=_order)))
+    return _ADAPTER.dump_json(index, indent=2)
 
 
 def _order(offer: Offer) -> tuple[str, int]:

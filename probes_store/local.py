@@ -8,15 +8,13 @@ number."""
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from probes_store.bundle import SIGNATURE, Files, load_version
@@ -48,8 +46,6 @@ from probes_store.syntax import (
 )
 
 ASIDE = ".publish-"  # prefix of a folder before it is published
-Claim = Callable[[Manifest], bool]
-Prepared = AbstractContextManager[Claim]
 
 
 class Backend(ABC):
@@ -73,30 +69,25 @@ class Backend(ABC):
         """Return the bytes of a version's manifest."""
 
     @abstractmethod
-    def prepared(self, manifest: Manifest, files: Files) -> Prepared:
-        """Write all but the manifest; return a context whose value publishes it, once sealed, under
-        its number, and returns False if the number is taken."""
+    def add(self, manifest: Manifest, files: Files) -> bool:
+        """Publish a sealed manifest and its files under its number, in one step; return False if
+        the number is taken."""
 
     def publish(self, manifest: Manifest, files: Files) -> int:
         """Publish an unsealed manifest as the next version, or find the same content: the
         version."""
         name = manifest.name
-        with self.prepared(manifest, files) as claim:
-            while True:
-                # Take the number before the search: if the same content is published in between,
-                # the claim fails.
-                version = next_number(self.versions(name), name)
-                if (existing := self._same_content(manifest)) is not None:
-                    return existing
-                if claim(sealed(manifest, version=version, created=timestamp())):
-                    return version
+        while True:
+            # List them before the search: if the same content is published in between, the next
+            # number is taken.
+            versions = self.versions(name)
+            if (existing := self._same_content(manifest, files)) is not None:
+                return existing
+            version = next_number(versions, name)
+            if self.add(sealed(manifest, version=version, created=timestamp()), files):
+                return version
 
-    def add(self, manifest: Manifest, files: Files) -> bool:
-        """Add a version under its own number; return False if the number is taken."""
-        with self.prepared(manifest, files) as claim:
-            return claim(manifest)
-
-    def _same_content(self, manifest: Manifest) -> int | None:
+    def _same_content(self, manifest: Manifest, files: Files) -> int | None:
         for version in sorted(self.versions(manifest.name)):
             with suppress(BundleDamaged, OSError):  # a damaged version never counts as the same
                 data = self.manifest(manifest.name, version)
@@ -105,13 +96,14 @@ class Backend(ABC):
                     manifest.digest.encode() in data
                     and read_manifest(data).digest == manifest.digest
                 ):
-                    self.check_sound(manifest.name, version)
+                    self.mend(manifest, version, files)
                     return version
         return None
 
-    def check_sound(self, name: str, version: int) -> None:
-        """Raise a subclass of BundleDamaged if files are damaged that are here."""
-        return
+    @abstractmethod
+    def mend(self, manifest: Manifest, version: int, files: Files) -> None:
+        """Repair a version with this content and these files, or raise a subclass of BundleDamaged
+        if it is damaged."""
 
 
 class LocalBackend(Backend):
@@ -161,15 +153,15 @@ class LocalBackend(Backend):
         """Return a text that changes with any file of a version, also its signature; nothing is
         fetched."""
         folder = self.folder(name, version)
-        stamp = hashlib.sha256()
+        states = []
         try:
             for path in sorted((folder, *folder.rglob("*"))):
                 at = path.lstat()
-                state = (path, at.st_ino, at.st_size, at.st_mode, at.st_mtime_ns, at.st_ctime_ns)
-                stamp.update(repr(state).encode())
+                times = (at.st_mtime_ns, at.st_ctime_ns)
+                states.append((str(path), at.st_ino, at.st_size, at.st_mode, *times))
         except OSError as error:
             return str(error)  # reading the version will raise a proper error
-        return stamp.hexdigest()
+        return str(states)
 
     def check_writable(self) -> None:
         """Check that the store can be written, before long work."""
@@ -178,18 +170,13 @@ class LocalBackend(Backend):
             with tempfile.TemporaryFile(dir=self.folders):
                 pass
 
-    def publish(self, manifest: Manifest, files: Files) -> int:
-        """Publish, without a write if the same content is here."""
-        existing = self._same_content(manifest)
-        return super().publish(manifest, files) if existing is None else existing
-
     def manifest(self, name: str, version: int) -> bytes:
         """Return the bytes of a version's manifest.  Raises OSError."""
         return (self.folders / name / str(version) / MANIFEST).read_bytes()
 
-    def check_sound(self, name: str, version: int) -> None:
+    def mend(self, manifest: Manifest, version: int, files: Files) -> None:
         """Raise what ``load_version`` raises."""
-        load_version(name, self.folders / name / str(version))
+        load_version(manifest.name, self.folders / manifest.name / str(version))
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
         """Change the table by ``moved`` in one step; concurrent changes of other aliases are not
@@ -206,33 +193,23 @@ class LocalBackend(Backend):
         with writing(path):
             atomic_write(path / SIGNATURE, data)
 
-    @contextmanager
-    def prepared(self, manifest: Manifest, files: Files) -> Iterator[Claim]:
-        """Write the files into a folder beside the versions; it is removed later unless it was
-        renamed."""
+    def add(self, manifest: Manifest, files: Files) -> bool:
+        """Write the files into a folder beside the versions, and rename it."""
         folder = self.folders / manifest.name
+        target = folder / str(manifest.version)
         with writing(self.folders):
             folder.mkdir(parents=True, exist_ok=True)
             self._inside(folder)
-            _clean_aside(folder)
             with folder_aside(folder) as aside:
-                write_files(aside, files)
-                yield partial(self._claim, aside)
-
-    def _claim(self, aside: Path, manifest: Manifest) -> bool:
-        """Rename the folder to its version; return False if another publisher was faster.  Raises
-        OSError."""
-        # Last: until then the folder is no bundle.
-        write_files(aside, {MANIFEST: manifest_bytes(manifest)})
-        target = aside.parent / str(manifest.version)
-        try:
-            os.rename(aside, target)
-        except OSError:
-            if target.exists():
-                return False
-            raise
-        _sync_folder(target.parent)
-        _sync_folder(self.folders)
+                write_files(aside, files | {MANIFEST: manifest_bytes(manifest)})
+                try:
+                    os.rename(aside, target)
+                except OSError:
+                    if target.exists():
+                        return False
+                    raise
+            _sync_folder(folder)
+            _sync_folder(self.folders)
         return True
 
     def _inside(self, path: Path) -> Path:
@@ -284,41 +261,27 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def folder_aside(parent: Path) -> Iterator[Path]:
-    """Make a temporary folder in ``parent``, locked during the block and then removed unless it was
-    renamed.
+    """Make a temporary folder in ``parent``, and remove it after the block unless it was renamed.
 
-    The lock ends with the process, so ``_clean_aside`` can recognise the folder of a killed
-    publisher."""
-    while True:
+    Publishers share a lock on the store, which ends with their processes.  One that has the lock
+    alone removes the folders of killed publishers first; without working locks they stay,
+    unlisted."""
+    with _open_folder(parent.parent) as descriptor:
+        if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            for path in parent.glob(f"{ASIDE}*"):
+                shutil.rmtree(path, ignore_errors=True)
+        _lock(descriptor, fcntl.LOCK_SH)
         path = parent / f"{ASIDE}{secrets.token_hex(8)}"
         path.mkdir()
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue  # ``_clean_aside`` of another process has removed it
-        _lock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink and path.exists():
-            break
-        os.close(descriptor)  # it was removed before it was locked
-    try:
-        yield path
-    finally:
-        os.close(descriptor)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _clean_aside(parent: Path) -> None:
-    """Remove the temporary folders of killed publishers; without working locks they stay,
-    unlisted."""
-    for path in parent.glob(f"{ASIDE}*"):
-        with suppress(OSError), _open_folder(path, os.O_NOFOLLOW) as descriptor:
-            if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                shutil.rmtree(path, ignore_errors=True)
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
-def _open_folder(path: Path, flags: int = 0) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | flags)
+def _open_folder(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield descriptor
     finally:

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import (
+    BeforeValidator,
     Field,
     PlainValidator,
     StrictBool,
@@ -54,7 +54,7 @@ from probes_store.records import (
     passing,
     template_arguments,
 )
-from probes_store.syntax import HEX, canonical_json, parse_json, readable_json
+from probes_store.syntax import HEX, canonical_json, parse_json, plain, readable_json
 
 FORMAT: Final = "hallutracer-bundle"
 FORMAT_VERSION: Final = 1
@@ -80,6 +80,20 @@ SiteName = Literal["attention_head", "residual_stream"]
 LogitScale = Literal["unit_norm", "standardized", "joint", "weighted"]
 Digest = Annotated[Text, passing(DIGEST.fullmatch, "sha256: and 64 hex digits")]
 LOCAL = "local"  # the revision of a folder or file, which has no commit
+
+
+def _this_format(version: object) -> object:
+    """Refuse another version of the format, which has other fields, whatever else is wrong:
+    pydantic lets errors pass that are no ValueError."""
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise BadValue(
+            "a format that this release does not read",
+            field="format_version",
+            expected=FORMAT_VERSION,
+            found=repr(version),
+            cure="Train and publish it anew",
+        )
+    return version
 
 
 def _is_time(text: str) -> bool:
@@ -196,7 +210,7 @@ class Manifest(Record):
     field."""
 
     format: Literal["hallutracer-bundle"] = FORMAT
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Annotated[Literal[1], BeforeValidator(_this_format)] = FORMAT_VERSION
     name: Name
     version: Positive = 1
     created: Annotated[Text, passing(_is_time, "UTC time like 2026-01-31T12:00:00Z")] = UNSET_TIME
@@ -358,7 +372,7 @@ class Manifest(Record):
 
 # Fields of later releases, each of one record.  They are absent if they are None, so older bundles
 # keep their bytes.
-LATER: Final = frozenset(
+LATER = frozenset(
     (
         "adapter",
         "answer",
@@ -406,9 +420,9 @@ def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def sealed(manifest: Manifest, *, version: int = 1, created: str = UNSET_TIME) -> Manifest:
     """Return the same content under a version and a time, with digest and seal.  Raises what
-    ``read_record`` raises."""
+    ``plain`` and ``read_record`` raise."""
     document = as_document(manifest) | {"version": version, "created": created}
-    return read_record(with_seal(document))
+    return read_record(with_seal(plain(document)))
 
 
 def timestamp() -> str:
@@ -424,7 +438,6 @@ def read_manifest(data: bytes) -> Manifest:
     after publishing."""
     with located(MANIFEST):
         document = parse_json(data)
-        _check_format(document)
         manifest = read_record(document)
         right = with_seal(document)
         whole = readable_json(document)
@@ -438,20 +451,6 @@ def read_manifest(data: bytes) -> Manifest:
                 raise errors.Truncated(expected=f"{len(whole)} bytes", found=len(data))
             raise DigestMismatch("the manifest was reformatted", field="seal")
     return manifest
-
-
-def _check_format(document: Any) -> None:
-    """Refuse another version of the format, which has other fields, before any field."""
-    if isinstance(document, dict) and document.get("format") == FORMAT:
-        version = document.get("format_version", FORMAT_VERSION)
-        if type(version) is not int or version != FORMAT_VERSION:
-            raise BadValue(
-                "a format that this release does not read",
-                field="format_version",
-                expected=FORMAT_VERSION,
-                found=repr(version),
-                cure="Train and publish it anew",
-            )
 
 
 _ADAPTER = TypeAdapter(Manifest)
@@ -511,80 +510,3 @@ def _check(part: Any, document: Any, path: str = "") -> None:
     except errors.BundleDamaged as error:
         error.field = f"{path}.{error.field}".removeprefix(".")
         raise
-
-
-# Field of the manifest -> attribute of an engine, the error, the difference.
-_IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
-    "model.architecture": ("architecture", errors.WrongModel, "another architecture"),
-    "model.fingerprint": (
-        "fingerprint",
-        errors.WrongModel,
-        "other weights, or weights and caches of other types",
-    ),
-    "model.adapter": ("adapter", errors.WrongModel, "another adapter"),
-    "model.num_layers": ("geometry.num_layers", errors.WrongGeometry, "another shape"),
-    "model.num_heads": ("geometry.num_heads", errors.WrongGeometry, "another shape"),
-    "model.head_dim": ("geometry.head_dim", errors.WrongGeometry, "another shape"),
-    "model.hidden_size": ("geometry.hidden_size", errors.WrongGeometry, "another shape"),
-    "tokenizer.digest": ("tokenizer", errors.WrongTokenizer, "another tokenizer"),
-    "chat_template.digest": ("chat_template", errors.WrongChatTemplate, "another chat template"),
-    "chat_template.arguments": (
-        "template_arguments",
-        errors.WrongChatTemplate,
-        "other arguments of the chat template",
-    ),
-}
-
-
-def another_commit(manifest: Manifest, model: str, revision: str) -> errors.WrongRevision | None:
-    """Return the error for other weights if the loaded model is another commit of the same hub
-    model; else None.
-
-    A folder has no commit, and the commits of a model with another name cannot be compared."""
-    trained = manifest.model
-    if (
-        model != trained.name
-        or LOCAL in (revision, trained.revision)
-        or revision == trained.revision
-    ):
-        return None
-    return errors.WrongRevision(
-        f"bundle {manifest.reference} was trained on {trained.name} at revision {trained.revision},"
-        " with other weights",
-        field="model.revision",
-        expected=trained.revision,
-        found=revision,
-        cure=f"Load that commit (--revision {trained.revision}), or train a bundle for this one",
-    )
-
-
-def check_identity(manifest: Manifest, loaded: Any) -> None:
-    """Refuse a model that the bundle was not trained on; ``loaded`` is the identity that an engine
-    reports.
-
-    Raises the error of the first difference, in the order of ``_IDENTITY``.  The name may differ,
-    and also the revision if the weights are the same."""
-    at = f"{manifest.model.name} at revision {manifest.model.revision}"
-    for field, (attribute, error, difference) in _IDENTITY.items():
-        expected = attrgetter(field)(manifest)
-        actual = attrgetter(attribute)(loaded)
-        if expected == actual:
-            continue
-        needed = at
-        if attribute == "adapter" or not field.startswith("model."):
-            needed = f"the {attribute.replace('_', ' ')} of {at}"
-        cure = f"Load {needed}, or train a bundle for what is loaded"
-        if attribute == "template_arguments":  # a loaded model renders all chats with the same ones
-            cure = (
-                f"Serve it by a process of its own, which loads {at} with them, or train a bundle"
-                " with the arguments of the first one"
-            )
-        weights = attribute == "fingerprint"
-        commit = another_commit(manifest, loaded.model, loaded.revision) if weights else None
-        raise commit or error(
-            f"bundle {manifest.reference} was trained on {difference}",
-            field=field,
-            expected="none" if expected is None else expected,
-            found="none" if actual is None else actual,
-            cure=cure,
-        )

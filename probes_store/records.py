@@ -108,17 +108,15 @@ def template_arguments(arguments: object) -> dict[str, TemplateArgument]:
         if not isinstance(name, str) or not _ARGUMENT.fullmatch(name) or name in _TAKEN:
             shown = str(name)[:64]
             raise ValueError(f"{shown!r} is no name that a chat template's own argument has")
-        if isinstance(value, str) and len(value) <= MOST_CHARACTERS and value.isprintable():
-            continue
-        if (
-            not isinstance(value, bool | int | float)
-            or not math.isfinite(value)
-            or abs(value) > MAX_INT
-        ):
-            kinds = (
-                f"true, false, a number or a text of at most {MOST_CHARACTERS} printable characters"
+        if isinstance(value, bool | int | float):
+            fine = abs(value) <= MAX_INT  # false for NaN
+        else:
+            fine = isinstance(value, str) and len(value) <= MOST_CHARACTERS and value.isprintable()
+        if not fine:
+            raise ValueError(
+                f"the argument {name!r} must be true, false, a number or a text of at most"
+                f" {MOST_CHARACTERS} printable characters"
             )
-            raise ValueError(f"the argument {name!r} must be {kinds}")
     return dict(arguments)
 
 
@@ -159,10 +157,10 @@ class Decoding(Record):
         )
 
 
-GREEDY: Final = Decoding(0.0, 1.0)
+GREEDY = Decoding(0.0, 1.0)
 
 
-CLOSED: Final = 0.0  # a threshold that answers nothing, since no risk is below it
+CLOSED = 0.0  # a threshold that answers nothing, since no risk is below it
 
 
 @dataclass(frozen=True)
@@ -256,7 +254,7 @@ class RefitInterval(Record):
         )
 
 
-OUTSIDE: Final = 1.0  # the distance from which on a prompt lies outside
+OUTSIDE = 1.0  # the distance from which on a prompt lies outside
 
 
 @dataclass(frozen=True)
@@ -277,7 +275,7 @@ class Uncertainty(Record):
 
 
 Method = Literal["prior_shift", "intercept", "platt", "beta", "isotonic"]
-EDGE: Final = 1e-12  # risks are kept this far from 0 and 1, whose log odds are infinite
+EDGE = 1e-12  # risks are kept this far from 0 and 1, whose log odds are infinite
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from probes_store.bundle import SIGNATURE, Files, check_place, check_total, load_version
-from probes_store.errors import BundleConflict, BundleDamaged, located
-from probes_store.index import Offer, joined, offer_of, read_index
+from probes_store.errors import BundleConflict, BundleDamaged, BundleNotFound, MissingFile, located
+from probes_store.index import INDEX, Offer, joined, offer_of, read_index
 from probes_store.local import Backend, LocalBackend, atomic_write, writing
 from probes_store.manifest import MANIFEST, Manifest, read_manifest
 
@@ -30,30 +30,32 @@ class RemoteBackend(Backend):
         self.folders = self._copies.folders
 
     @abstractmethod
-    def index(self) -> bytes | None:
-        """Return the bytes of ``index.json``; None if there is none."""
-
-    @abstractmethod
-    def signature(self, name: str, version: int) -> bytes | None:
-        """Return the signature's bytes; None if there is none."""
+    def fetch(self, file: str, name: str = "", version: int = 0) -> bytes | None:
+        """Return the bytes of a version's manifest or signature, or without a name, of
+        ``index.json``; None if there is none."""
 
     @abstractmethod
     def files(self, manifest: Manifest) -> Files:
         """Read and verify the files that the manifest lists.  Raises a subclass of
         BundleDamaged."""
 
+    def manifest(self, name: str, version: int) -> bytes:
+        """Return the manifest's bytes.  Raises MissingFile."""
+        if (data := self.fetch(MANIFEST, name, version)) is None:
+            raise MissingFile(file=f"{name}/{version}/{MANIFEST}")
+        return data
+
     def offers(self) -> list[Offer]:
         """Return what is here for which model, by the index and else by the manifests, without
         damaged bundles."""
-        listed = read_index(self.index())
+        index = read_index(self.fetch(INDEX))
+        listed = {(offer.name, version): offer for offer in index for version in offer.versions}
         offers = list[Offer]()
         for name in self.names():
-            left = self.versions(name)
-            for offer in listed:
-                if offer.name == name and (there := left & {*offer.versions}):
-                    offers.append(replace(offer, versions=tuple(sorted(there))))
-                    left -= there
-            for version in sorted(left):
+            for version in sorted(self.versions(name)):
+                if offer := listed.get((name, version)):
+                    offers.append(replace(offer, versions=(version,)))
+                    continue
                 with suppress(BundleDamaged):
                     offers.append(offer_of(read_manifest(self.manifest(name, version))))
         return joined(offers)
@@ -62,42 +64,40 @@ class RemoteBackend(Backend):
         """Return the version's copy, fetched and checked where there is none yet; else compared
         with the server's."""
         data = self.manifest(name, version)
-        signature = self.signature(name, version)
         with located(f"{name}/{version}"):
             manifest = read_manifest(data)
-        if version in self._copies.versions(name):
-            path = self._copies.folder(name, version)
-            try:
-                copied = load_version(name, path).manifest
-            except BundleDamaged:
-                with writing(path):
-                    shutil.rmtree(path)  # fetched again
-            else:
-                if copied != manifest:
-                    raise BundleConflict(
-                        f"{self.where} has another bundle under this version than before",
-                        file=copied.reference,
-                        expected=copied.seal,
-                        found=manifest.seal,
-                        cure=f"Ask who changed it, or remove {path} to take it",
-                    )
-                _update_signature(path / SIGNATURE, signature)
-                return path
-        check_place(manifest, f"{name}:{version}")
-        check_total(manifest)
-        files = {MANIFEST: data, **self.files(manifest)}
-        if signature is not None:
-            files[SIGNATURE] = signature
-        with writing(self.folders):
-            self.folders.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.folders.mkdir(exist_ok=True, mode=0o700)
-        self._copies.add(manifest, files)  # False: another process of ours was faster
-        return self._copies.folder(name, version)
+        signature = self.fetch(SIGNATURE, name, version)
+        path = self._copies.folder(name, version)
+        try:
+            copied = load_version(name, path).manifest
+        except BundleDamaged:
+            with writing(path):
+                shutil.rmtree(path)
+            return self.folder(name, version)
+        except BundleNotFound:
+            check_place(manifest, f"{name}:{version}")
+            check_total(manifest)
+            files = self.files(manifest)
+            with writing(self.folders):
+                self.folders.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self.folders.mkdir(exist_ok=True, mode=0o700)
+            self._copies.add(manifest, files)  # False: another process of ours was faster
+            copied = manifest
+        if copied != manifest:
+            raise BundleConflict(
+                f"{self.where} has another bundle under this version than before",
+                file=copied.reference,
+                expected=copied.seal,
+                found=manifest.seal,
+                cure=f"Ask who changed it, or remove {path} to take it",
+            )
+        _update_signature(path / SIGNATURE, signature)
+        return path
 
     def stamp(self, name: str, version: int) -> str:
         """Return the hashes of manifest and signature: any other change of a version is an
         error."""
-        parts = self.manifest(name, version), self.signature(name, version) or b""
+        parts = self.manifest(name, version), self.fetch(SIGNATURE, name, version) or b""
         return " ".join(hashlib.sha256(part).hexdigest() for part in parts)
 
 

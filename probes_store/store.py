@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ def open_backend(location: Path | str, cache: Path | None) -> Backend:
     return HubSource(location, copies)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BundleSummary:
     """One line of a listing.  A damaged or untrusted bundle has an error and no manifest."""
 
@@ -70,10 +70,6 @@ class BundleSummary:
     def reference(self) -> str:
         """NAME:VERSION."""
         return f"{self.name}:{self.version}"
-
-
-Summaries = list[BundleSummary]  # ``Store.list`` hides the builtin
-Offers = list[Offer]
 
 
 @dataclass(frozen=True)
@@ -198,7 +194,7 @@ class Store:
         self.load(f"{name}:{version}")
         self.own.set_alias(name, alias, version, keep_as)
 
-    def list(self) -> Summaries:
+    def list(self) -> Sequence[BundleSummary]:
         """Return every version of every name, sorted, without hidden fallbacks; damaged bundles
         have their error."""
         self.check_closed()
@@ -207,7 +203,7 @@ class Store:
             holder |= dict.fromkeys(backend.names(), backend)
         return [summary for name in sorted(holder) for summary in self._all_of(name, holder[name])]
 
-    def offers(self) -> Offers:
+    def offers(self) -> Sequence[Offer]:
         """Return what the store has itself, for which model; of a URL no bundle is fetched for it,
         and nothing is checked."""
         self.check_closed()
@@ -228,12 +224,10 @@ class Store:
                 error=unreadable,
             )
             try:
-                path = backend.folder(name, version)
-                summary = replace(summary, path=path)
-                bundle = self._read(name, path, self.trust.signature)
-                summary = replace(summary, manifest=bundle.manifest)
+                summary.path = backend.folder(name, version)
+                summary.manifest = self._read(name, summary.path, self.trust.signature).manifest
             except BundleError as error:
-                summary = replace(summary, error=error)
+                summary.error = error
             yield summary
 
     def _find(self, reference: str) -> tuple[Backend, str, int]:

@@ -24,7 +24,7 @@ from probes_store.errors import (
     WrongShape,
     located,
 )
-from probes_store.manifest import ANSWER, GOLDEN, PROBES, Manifest
+from probes_store.manifest import ANSWER, FIRST_TOKEN_SIGNALS, GOLDEN, PROBES, Manifest
 from probes_store.records import Floats
 from probes_store.syntax import parse_json
 
@@ -45,7 +45,7 @@ Layout = Mapping[str, tuple[str, str]]  # tensor -> element type, axes
 
 @dataclass(frozen=True, eq=False)
 class TensorFile(ABC):
-    """The tensors of one file.  Those that may be None are there if the manifest calls for them."""
+    """The tensors of one file.  Those that may be None are there if no axis has the length 0."""
 
     file = ""  # its name
 
@@ -64,18 +64,8 @@ class TensorFile(ABC):
     def read(cls, data: bytes, manifest: Manifest) -> Self:
         """Read the tensors of the manifest's geometry and records.  Raises a subclass of
         BundleDamaged."""
-        calls_for = {
-            "context_": manifest.context is not None,
-            "first_token": manifest.needs_first_token,
-        }
-        left_out = tuple(prefix for prefix, needed in calls_for.items() if not needed)
-        layout = {
-            name: declared
-            for name, declared in cls.layout().items()
-            if not name.startswith(left_out)
-        }
         with located(cls.file):
-            tensors = cls(**_unpack(data, layout, manifest))
+            tensors = cls(**_unpack(data, cls.layout(), manifest))
             tensors.check(manifest)
         return tensors
 
@@ -92,21 +82,19 @@ class TensorFile(ABC):
                 continue
             array = np.asarray(value)
             wanted = _NUMPY[self.layout()[name][0]]
-            fine = array.dtype.kind in "fiu"
-            expected = "numbers"
-            if wanted.kind == "i":
-                expected = "integers that fit int32"
-                fine = array.dtype.kind in "iu" and np.array_equal(array, array.astype(wanted))
-            if not fine:
+            fits = array.dtype != bool and np.can_cast(array.dtype, wanted, "same_kind")
+            if fits and wanted.kind == "i":
+                fits = np.array_equal(array, array.astype(wanted))
+            if not fits:
                 raise WrongShape(
                     "element type",
                     file=self.file,
                     field=name,
-                    expected=expected,
+                    expected=f"numbers that fit {wanted}",
                     found=array.dtype,
                 )
             with np.errstate(over="ignore"):  # an overflow becomes infinite, which ``read`` reports
-                arrays[name] = np.ascontiguousarray(array, wanted).reshape(array.shape)
+                arrays[name] = array.astype(wanted, order="C")
         return save(arrays)
 
 
@@ -190,7 +178,7 @@ class Golden(GoldenRows):
 
     file = GOLDEN
     trajectory: Annotated[F32, "G L"]  # scaled logits, those of the context probes last
-    first_token: Annotated[F32, "G 2"] | None = None  # log_max_prob, entropy (nats)
+    first_token: Annotated[F32, "G S"] | None = None  # log_max_prob, entropy (nats)
 
     prompts = GoldenRows.rows
 
@@ -260,22 +248,23 @@ def _unpack(data: bytes, layout: Layout, manifest: Manifest) -> dict[str, NDArra
         entries: Mapping[str, Any] = dict(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise BadValue("not a safetensors file", expected="a sound header", found=error) from error
-    for name in sorted(entries.keys() - layout.keys()):
-        raise UnknownField(field=name)
     lengths = {
         "m": manifest.model.num_layers,
         "d": manifest.probe_dim,
         "L": manifest.logits,
         "A": manifest.context_probes,
+        "S": len(FIRST_TOKEN_SIGNALS) if manifest.needs_first_token else 0,
         "2": 2,
     }
     arrays = {}
     for name, (code, axes) in layout.items():
+        wanted = [lengths.get(axis, axis) for axis in axes.split()]
+        if 0 in wanted:  # the manifest does not call for it
+            continue
         if name not in entries:
             raise MissingField(field=name)
         actual = entries[name]["dtype"]
         shape = list(entries[name]["shape"])
-        wanted = [lengths.get(axis, axis) for axis in axes.split()]
         fits = len(shape) == len(wanted) and all(
             isinstance(want, str) or want == length
             for want, length in zip(wanted, shape, strict=True)
@@ -296,6 +285,8 @@ def _unpack(data: bytes, layout: Layout, manifest: Manifest) -> dict[str, NDArra
         if name == "offsets":  # declared before the tensors with G rows
             _require(len(array) > 1, name, "at least one row: two offsets", array)
             lengths["G"] = len(array) - 1
+    for name in sorted(entries.keys() - arrays.keys()):
+        raise UnknownField(field=name)
     return arrays
 
 

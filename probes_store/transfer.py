@@ -16,8 +16,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 from probes_store import errors
 from probes_store.bundle import (
-    MAX_MANIFEST,
-    MAX_SIGNATURE,
+    MAX_SMALL,
     SIGNATURE,
     Bundle,
     Files,
@@ -26,7 +25,7 @@ from probes_store.bundle import (
     read_signature,
 )
 from probes_store.errors import BundleConflict, BundleDamaged, DigestMismatch, HubError, MissingFile
-from probes_store.hub import MAIN, TAG, Hub, Snapshot
+from probes_store.hub import MAIN, TAG, Hub, Snapshot, is_same
 from probes_store.index import INDEX, index_bytes, offer_of
 from probes_store.local import write_files
 from probes_store.manifest import (
@@ -133,7 +132,6 @@ def add(
     files: as of ``Bundle.files``; origin: kept beside them in a folder.  Everything is read as
     ``Store.verify`` reads it before the store is touched.  Raises what that and ``held`` raise,
     BundleConflict and StoreNotWritable."""
-    _check_version(manifest)
     name = manifest.name
     version = manifest.version
     with tempfile.TemporaryDirectory() as outside:
@@ -152,12 +150,6 @@ def add(
     if unsigned and SIGNATURE in files and manifest_bytes(existing.manifest) == files[MANIFEST]:
         store.own.write_signature(name, version, files[SIGNATURE])
     return existing, False
-
-
-def _check_version(manifest: Manifest) -> None:
-    """Raise BadValue for a number that no store can hold."""
-    if not VERSION.fullmatch(version := str(manifest.version)):
-        raise errors.BadValue(file=MANIFEST, field="version", expected=VERSIONS, found=version)
 
 
 @dataclass(frozen=True)
@@ -205,7 +197,7 @@ def pull(
     # Read by the name of the revision and not by its commit, so the cache can find it without a
     # connection.
     manifest, path = hub.read(
-        MANIFEST, address.revision or MAIN, MAX_MANIFEST, read_manifest, cached=snapshot is None
+        MANIFEST, address.revision or MAIN, MAX_SMALL, read_manifest, cached=snapshot is None
     )
     commit = path.parent.name
     if snapshot is not None and commit != snapshot.commit:
@@ -221,11 +213,12 @@ def pull(
             found=manifest.digest,
             cure="Ask its publisher",
         )
-    _check_version(manifest)
+    if not VERSION.fullmatch(version := str(manifest.version)):  # which no store can hold
+        raise errors.BadValue(file=MANIFEST, field="version", expected=VERSIONS, found=version)
     tag = address.revision or ""
-    if TAG.fullmatch(tag) and tag != f"v{manifest.version}":
+    if TAG.fullmatch(tag) and tag != f"v{version}":
         raise BundleConflict(
-            f"the tag {tag} holds version {manifest.version}",
+            f"the tag {tag} holds version {version}",
             file=file,
             cure="Ask its publisher, or name a commit",
         )
@@ -251,7 +244,7 @@ def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
         remote = snapshot.files.get(name)
         if remote is None:
             raise MissingFile("the repository lacks this file of the bundle", file=name)
-        if remote.differs(record):
+        if not is_same(remote, record):
             raise DigestMismatch(
                 "the repository has another file", file=name, expected=record, found=remote
             )
@@ -271,7 +264,7 @@ def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> Files:
     if snapshot is not None and SIGNATURE not in snapshot.files:
         return {}
     try:
-        data, _ = hub.read(SIGNATURE, commit, MAX_SIGNATURE, bytes, cached=snapshot is None)
+        data, _ = hub.read(SIGNATURE, commit, MAX_SMALL, bytes, cached=snapshot is None)
     except errors.HubUnreachable:
         if snapshot is not None:
             raise
@@ -279,7 +272,7 @@ def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> Files:
     return {SIGNATURE: data}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pushed:
     """The steps of a push that was done, or with dry_run, would be done."""
 
@@ -291,7 +284,7 @@ class Pushed:
     create: bool = False  # create the repository
     commit: bool = False  # commit the files
     nothing: bool = False  # the hub has that version already; else it gets a tag
-    deleted: tuple[str, ...] = ()  # files of the previous version that this one lacks
+    deleted: Sequence[str] = ()  # files of the previous version that this one lacks
 
 
 def push(
@@ -318,7 +311,7 @@ def push(
     try:
         head = hub.snapshot()
     except errors.HubMissing:
-        done = replace(done, create=True, commit=True)
+        done.create = done.commit = True
     else:
         if private and not head.private:
             raise BundleConflict(
@@ -326,7 +319,8 @@ def push(
                 file=str(address),
                 cure=f"Leave out --private, or make it private at {hub.url}/settings",
             )
-        done = replace(done, private=head.private, **_changes(hub, head, manifest, files))
+        done.private = head.private
+        _plan(done, hub, head, manifest, files)
     if dry_run or done.nothing:
         return done
     with hub.errors():  # if a step fails, the next push continues there
@@ -348,7 +342,8 @@ def push(
         hub.api.create_tag(hub.repository, tag=tag, tag_message=manifest.digest, revision=commit)
     there = hub.snapshot(tag)
     _check_complete(there, files)
-    return replace(done, private=there.private)
+    done.private = there.private
+    return done
 
 
 def _index(hub: Hub, bundle: Bundle, *, new: bool) -> bytes:
@@ -358,15 +353,16 @@ def _index(hub: Hub, bundle: Bundle, *, new: bool) -> bytes:
     return index_bytes([replace(offer, versions=tuple(sorted(versions)))])
 
 
-def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Files) -> dict[str, Any]:
-    """Return the fields of ``Pushed`` for an existing repository."""
+def _plan(done: Pushed, hub: Hub, head: Snapshot, manifest: Manifest, files: Files) -> None:
+    """Set what there is to do in an existing repository."""
     name = manifest.name
     version = manifest.version
     if version in hub.versions():
         tag = f"v{version}"
         _check_same(hub, tag, manifest)
         _check_complete(hub.snapshot(tag), files)
-        return {"nothing": True}
+        done.nothing = True
+        return
     if MANIFEST not in head.files:
         if strangers := sorted(_strangers(head) - HARMLESS):
             raise BundleConflict(
@@ -374,7 +370,8 @@ def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Files) -> dict
                 file=hub.url,
                 cure=f"{ELSEWHERE}; one that does not exist is created",
             )
-        return {"commit": True}
+        done.commit = True
+        return
     there = _check_same(hub, MAIN, manifest)
     if there.name != name:
         raise BundleConflict(
@@ -392,16 +389,16 @@ def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Files) -> dict
         )
     if there.version == version:  # an earlier push stopped before its tag
         _check_complete(head, files)
-        return {}
-    gone = {*there.files, SIGNATURE} & head.files.keys() - files.keys()
-    return {"commit": True, "deleted": tuple(sorted(gone))}
+        return
+    done.commit = True
+    done.deleted = sorted({*there.files, SIGNATURE} & head.files.keys() - files.keys())
 
 
 def _check_same(hub: Hub, revision: str, ours: Manifest) -> Manifest:
     """Return the manifest at a revision.  Raises BundleConflict if this version has another content
     there."""
     try:
-        there, _ = hub.read(MANIFEST, revision, MAX_MANIFEST, read_manifest)
+        there, _ = hub.read(MANIFEST, revision, MAX_SMALL, read_manifest)
     except BundleDamaged as error:
         raise BundleConflict(
             f"{revision} has no {MANIFEST} that can be read: {error}", file=hub.url, cure=ELSEWHERE
@@ -423,7 +420,7 @@ def _check_complete(there: Snapshot, files: Files) -> None:
     for name, data in files.items():
         remote = there.files.get(name)
         ours = record_of(data)
-        same = remote is not None and not remote.differs(ours, data)
+        same = remote is not None and is_same(remote, ours, data)
         if name == SIGNATURE and not same:
             raise BundleConflict(
                 "the hub has this version without this signature, and a tag does not move",

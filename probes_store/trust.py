@@ -13,9 +13,11 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,8 @@ EXPECTED = "a PEM file with a public key or certificates, or sigstore:IDENTITY@I
 class RequiredSignature:
     """The key, certificates or identity whose signature a bundle must have."""
 
-    key: Path | None = None  # PEM, one public key
-    certificates: Path | None = None  # PEM, roots and intermediate certificates
-    identity: str | None = None  # of sigstore, with its issuer
-    issuer: str | None = None
+    signer: str  # for messages
+    verifier: Callable[[], Any]  # makes one of model_signing
 
     def check(self, bundle: Bundle) -> None:
         """Raise SignatureMissing or SignatureMismatch.  Checks the bundle in memory, since its
@@ -59,7 +59,7 @@ class RequiredSignature:
             path = folder.with_suffix(".sig")
             path.write_bytes(signature)
             try:
-                self._verifier().verify(folder, path)
+                self.verifier().verify(folder, path)
                 # The files that it covers: a signer can tell the tool to leave some out.
                 envelope = json.loads(signature)["dsseEnvelope"]
                 statement = json.loads(base64.b64decode(envelope["payload"]))
@@ -67,7 +67,7 @@ class RequiredSignature:
             # cryptography, OpenSSL, sigstore and protobuf raise many classes
             except Exception as error:
                 raise SignatureMismatch(
-                    f"not signed by {self}: {one_line(error)}",
+                    f"not signed by {self.signer}: {one_line(error)}",
                     file=at,
                     cure="Ask its publisher which key it is",
                 ) from error
@@ -80,31 +80,21 @@ class RequiredSignature:
                 cure="Sign it anew",
             )
 
-    def __str__(self) -> str:
-        if self.identity:
-            return f"{self.identity} ({self.issuer})"
-        return str(self.key or self.certificates)
-
-    def _verifier(self) -> Any:
-        config = _model_signing("verifying").Config()
-        if self.key is not None:
-            return config.use_elliptic_key_verifier(public_key=self.key)
-        if self.certificates is not None:
-            return config.use_certificate_verifier(certificate_chain=[self.certificates])
-        return config.use_sigstore_verifier(identity=self.identity, oidc_issuer=self.issuer)
-
 
 def required_signature(text: str) -> RequiredSignature:
     """Parse a file's name or ``sigstore:IDENTITY@ISSUER``.  Raises InvalidReference and
     OpenStore."""
-    _model_signing("verifying")  # report a missing package before a model is loaded
+    config = _model_signing("verifying").Config()
     if text.startswith(SIGSTORE):
         identity, _, issuer = text.removeprefix(SIGSTORE).rpartition("@https://")
         if not identity or not issuer:
             raise InvalidReference(
                 "no identity", expected=EXPECTED, found=ascii(text), cure="ISSUER is a https URL"
             )
-        return RequiredSignature(identity=identity, issuer=f"https://{issuer}")
+        verifier = partial(
+            config.use_sigstore_verifier, identity=identity, oidc_issuer=f"https://{issuer}"
+        )
+        return RequiredSignature(text, verifier)
     path = expanded(text, "HALLUTRACER_REQUIRE_SIGNATURE")
     try:
         data = path.read_bytes()
@@ -118,9 +108,10 @@ def required_signature(text: str) -> RequiredSignature:
             "a private key", file=text, cure="Take the public one: openssl pkey -in KEY -pubout"
         )
     if b"-----BEGIN CERTIFICATE-----" in data:
-        return RequiredSignature(certificates=path)
+        verifier = partial(config.use_certificate_verifier, certificate_chain=[path])
+        return RequiredSignature(text, verifier)
     if b"-----BEGIN PUBLIC KEY-----" in data:
-        return RequiredSignature(key=path)
+        return RequiredSignature(text, partial(config.use_elliptic_key_verifier, public_key=path))
     raise InvalidReference("no key", file=text, expected=EXPECTED, found="other bytes")
 
 
@@ -192,7 +183,7 @@ def check_closed(path: Path) -> None:
     root.  A missing path is fine."""
     path = Path(os.path.abspath(path))
     for part in (path, path.resolve()):  # a link itself, and its target
-        for below, folder in zip((part, *part.parents), part.parents, strict=False):
+        for below, folder in pairwise((part, *part.parents)):
             try:
                 mode = folder.stat().st_mode
                 owner = below.lstat().st_uid

@@ -16,8 +16,8 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.bundle import Bundle, check_answers, check_golden
-from probes_store.manifest import SIGNALS, check_identity
+from probes_store.bundle import Bundle
+from probes_store.manifest import SIGNALS
 from probes_store.records import Context, Decoding, least_reaching
 from service.engines import base
 from service.engines.base import (
@@ -43,6 +43,7 @@ from service.judging.guarantee import (
     unlike_training,
 )
 from service.judging.uncertainty import Uncertain, uncertain
+from service.matching import check_answers, check_golden, check_identity
 from service.policies.guard import (
     GATE,
     Decision,

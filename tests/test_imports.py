@@ -27,7 +27,7 @@ LAYERS = [
     ["service.fitting"],
     ["service.data"],
     ["service.scoring"],
-    ["service.turn"],
+    ["service.turn", "service.matching"],
     ["service.prompts", "service.judging"],
     ["service.policies"],
     ["service.feedback", "service.audit"],

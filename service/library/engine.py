@@ -389,8 +389,9 @@ def _refuse_other_files(options: "EngineOptions", bundle: "Bundle") -> None:
 
     By the weights; where these are still to be made or downloaded, or vLLM may change them as it
     loads them, by the architecture and the shape that the files tell of."""
-    from probes_store.manifest import LOCAL, another_commit
+    from probes_store.manifest import LOCAL
     from service.engines import checkpoint
+    from service.matching import another_commit
 
     trained, path = bundle.manifest.model, place_of(options.model)
     weights: str | None = None

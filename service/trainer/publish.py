@@ -15,7 +15,6 @@ from scipy.special import logit
 
 import service
 from probes_store import manifest as stored
-from probes_store.bundle import spreads, tolerance_for
 from probes_store.records import CONTEXT_SIGNALS, AnswerProbe, Context, DType, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
 from service.data.forms.crossed import WORDING
@@ -31,6 +30,7 @@ from service.fitting.recalibration import LabelledRisks
 from service.fitting.scores import debiased_calibration_error, effective_groups, risk_auroc
 from service.fitting.thresholds import GateProfile, gate_profile
 from service.fitting.uncertainty import TrajectoryReference
+from service.matching import spreads, tolerance_for
 from service.prompts import PromptFormat
 from service.readout import Probes
 from service.trainer.new_rows import Marks, scripts_of_rows, shapes_of

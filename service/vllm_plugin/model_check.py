@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from probes_store.bundle import Bundle
 from probes_store.errors import WrongChatTemplate
-from probes_store.manifest import Manifest, check_identity
+from probes_store.manifest import Manifest
 from service.errors import ModelLoadError
+from service.matching import check_identity
 from service.settings import env
 
 

@@ -1,5 +1,4 @@
-"""A bundle's folder: bytes and digest that are pinned, every kind of damage, and the replay of
-golden rows."""
+"""A bundle's folder: bytes and digest that are pinned, and every kind of damage."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +18,9 @@ from safetensors.numpy import load, save
 import probes_store
 from probes_store import errors
 from probes_store.bundle import (
-    TOLERANCES,
     Bundle,
-    Deviation,
-    Tolerance,
-    check_answers,
-    check_golden,
     load_bundle,
     render,
-    spreads,
-    tolerance_for,
 )
 from probes_store.errors import (
     BadValue,
@@ -40,7 +31,8 @@ from probes_store.errors import (
     UnknownField,
     WrongShape,
 )
-from probes_store.tensors import AnswerTensors, Golden, GoldenRows, ProbeTensors
+from probes_store.tensors import AnswerTensors, Golden, ProbeTensors
+from service.matching import TOLERANCES
 from tests.kit.bundles import ANSWER, CONTEXT, answer_tensors, make_draft, write_bundle
 from tests.kit.reseal import replace_file
 
@@ -401,139 +393,3 @@ def test_importing_the_format_needs_nothing_of_ours_and_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-CHECKS = {"prompt": check_golden, "answer": check_answers}
-
-
-def golden_of(bundle: Bundle, row: str) -> GoldenRows:
-    """Its golden prompts, or its golden answers."""
-    rows = bundle.golden if row == "prompt" else bundle.answer
-    assert rows is not None
-    return rows
-
-
-def with_golden(golden: Golden | None = None, **changes: Any) -> Bundle:
-    """A bundle with these golden prompts, outside a store."""
-    draft = make_draft(**changes)
-    draft.golden = golden or draft.golden
-    return Bundle(render(draft)[0], draft.probes, draft.golden, Path("nowhere"), draft.answer)
-
-
-def compare(
-    bundle: Bundle,
-    row: str = "prompt",
-    logits: Any = None,
-    risks: Any = None,
-    dtype: str = "float32",
-) -> Deviation:
-    """Compare a replay, which is the recorded one where it is not given."""
-    golden = golden_of(bundle, row)
-    logits = golden.trajectory if logits is None else logits
-    return CHECKS[row](bundle, logits, golden.risk if risks is None else risks, dtype=dtype)
-
-
-def mismatch(named: str, bundle: Bundle, row: str = "prompt", **replay: Any) -> None:
-    """The replay is refused with a message like this behind the field."""
-    with pytest.raises(errors.GoldenMismatch) as caught:
-        compare(bundle, row, **replay)
-    assert re.search(named, f"{caught.value.field}: {caught.value}"), caught.value
-
-
-@pytest.mark.parametrize("row", CHECKS)
-@pytest.mark.parametrize(
-    ("trained", "served", "trajectory", "risk"),
-    [
-        ("float32", "float32", 1e-3, 1e-3),
-        ("float32", "bfloat16", 0.5, 0.05),
-        ("float16", "float32", 0.5, 0.05),
-        ("bfloat16", "float16", 0.5, 0.05),
-    ],
-)
-def test_the_looser_dtype_decides(
-    row: str,
-    trained: str,
-    served: str,
-    trajectory: float,
-    risk: float,
-) -> None:
-    bundle = with_golden(dtype=trained, **WITH_ANSWER)
-    golden = golden_of(bundle, row)
-    exact = compare(bundle, row, dtype=served)
-    assert exact == Deviation(Tolerance(0.0, 0.0), Tolerance(risk, trajectory))
-    for number, layer, factor in product((0, 1), range(LAYERS), (-1.01, -0.99, 0.99, 1.01)):
-        logits = golden.trajectory.astype(np.float64)
-        risks = golden.risk.copy()
-        logits[number, layer] += factor * trajectory * spreads(golden.trajectory, LAYERS)[layer]
-        risks[number] += factor * risk
-        for name, replay in {"logits": logits, "risks": risks}.items():
-            if abs(factor) < 1:
-                compare(bundle, row, dtype=served, **{name: replay})
-            else:
-                named = f"golden {row} {number}" + (f", layer {layer}" if name == "logits" else "")
-                mismatch(named, bundle, row, dtype=served, **{name: replay})
-
-
-@pytest.mark.parametrize("row", CHECKS)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_replay_that_is_not_finite_of_another_shape_or_permuted(dtype: str, row: str) -> None:
-    bundle = with_golden(dtype=dtype, **WITH_ANSWER)
-    golden = golden_of(bundle, row)
-    for number in (np.nan, np.inf, -np.inf):
-        logits = put(LAYERS, number)(golden.trajectory)
-        mismatch(f"^trajectory: .*golden {row} 1, layer 0", bundle, row, logits=logits, dtype=dtype)
-        risks = put(0, number)(golden.risk)
-        mismatch(f"^risk: .*golden {row} 0", bundle, row, risks=risks, dtype=dtype)
-    logits = golden.trajectory
-    shape = f"golden {row}s has another shape"
-    for reshaped in (logits[:1], logits[:, :1], logits.T, np.empty((0, LAYERS))):
-        mismatch(f"^trajectory: .*{shape}", bundle, row, logits=reshaped, dtype=dtype)
-    mismatch(f"^risk: .*{shape}", bundle, row, risks=golden.risk[:1], dtype=dtype)
-    for permuted in (logits[:, ::-1], logits[::-1]):
-        mismatch(f"^trajectory: .*golden {row}", bundle, row, logits=permuted, dtype=dtype)
-
-
-def test_a_constant_trajectory_does_not_ask_for_exact_equality() -> None:
-    golden = Golden.record([[1]], np.array([[2.0]]), np.array([0.5]))
-    bundle = with_golden(golden, model={"num_layers": 1})
-    compare(bundle, logits=np.array([[2.0 + 1e-6]]))
-    mismatch("", bundle, logits=np.array([[2.1]]))
-    with pytest.raises(ValueError, match="int8"):
-        tolerance_for("float32", "int8")
-    with pytest.raises(ValueError, match="tiny:1 has no answer probe"):
-        check_answers(bundle, golden.trajectory, golden.risk, dtype="float32")
-
-
-def spread_out(factors: Sequence[float] = (1.0, 1.0, 1e4, 1.0)) -> Bundle:
-    """A bundle whose golden logits are spread by these factors, the risk's own probe first."""
-    golden = make_draft(**WITH_CONTEXT).golden
-    trajectory = (golden.trajectory * np.repeat(factors, LAYERS)).astype(np.float32)
-    return with_golden(dataclasses.replace(golden, trajectory=trajectory), **WITH_CONTEXT)
-
-
-@pytest.mark.parametrize(("probe", "layer"), [(0, 1), (1, 0), (2, 2), (3, 1)])
-def test_the_worst_probe_and_layer_are_named(probe: int, layer: int) -> None:
-    bundle = spread_out((1.0, 1.0, 1.0, 1.0))
-    logits = bundle.golden.trajectory.astype(np.float64)
-    logits[0, 4] += 0.25
-    logits[1, probe * LAYERS + layer] += 3.0
-    of = f" of context probe {CONTEXT.probes[probe - 1].name}" if probe else ""
-    named = rf"^trajectory: .*golden prompt 1, layer {layer}{of},.*deviation is 3 "
-    mismatch(named, bundle, logits=logits)
-    mismatch("another shape", bundle, logits=logits[:, :LAYERS])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_wide_probe_hides_no_error_of_another(dtype: str) -> None:
-    bundle = spread_out()
-    recorded = bundle.golden.trajectory.astype(np.float64)
-    own = np.zeros_like(recorded)
-    wide = np.zeros_like(recorded)
-    own[0, 1] = 1.0  # about one spread of the risk's own logits, nothing beside those of probe 2
-    named = "golden prompt 0, layer 1, recorded.*deviation is 1 "
-    mismatch(named, bundle, logits=recorded + own, dtype=dtype)
-    wide[0, 2 * LAYERS + 1] = 1.0
-    compare(bundle, logits=recorded + wide, dtype=dtype)
-    # The worst is so by its probe's own spread, not by its size.
-    wide[0, 2 * LAYERS + 1] = 0.9 * 1e4 * (0.5 if dtype == "bfloat16" else 1e-3)
-    mismatch("golden prompt 0, layer 1, ", bundle, logits=recorded + own + wide, dtype=dtype)

@@ -218,7 +218,7 @@ def test_the_next_version_follows_and_the_old_stays(place: Place) -> None:
     assert place.push(place.made("later")).nothing  # another time of publication, the same content
     assert place.written() == written
     place.there.commits[place.there.head]["LICENSE"] = b"of the data"
-    assert place.push(second).deleted == ("plots/roc.png",)
+    assert place.push(second).deleted == ["plots/roc.png"]
     files = place.there.commits[place.there.head]
     assert ("plots/roc.png" in files, files["LICENSE"]) == (False, b"of the data")
     assert place.pull("hf://me/tiny@v1").bundle.reference == "tiny:1"

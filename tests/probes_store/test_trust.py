@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -230,7 +231,11 @@ def test_a_warning_of_the_library_stays_out_of_standard_output(
 
 def test_whose_signature(tmp_path: Path, keys: KeyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     found = required_signature("sigstore:me@example.org@https://accounts.example.org")
-    assert (found.identity, found.issuer) == ("me@example.org", "https://accounts.example.org")
+    assert isinstance(found.verifier, partial)
+    assert found.verifier.keywords == {
+        "identity": "me@example.org",
+        "oidc_issuer": "https://accounts.example.org",
+    }
     (tmp_path / "text").write_text("hello")
     for text in (
         "sigstore:",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from probes_store.bundle import Bundle, check_golden
+from probes_store.bundle import Bundle
 from probes_store.records import CONTEXT_SIGNALS
 from service.data.forms import FORMS, chosen, families, in_forms
 from service.data.forms.crossed import PLAIN_WORDING, WORDING
@@ -22,6 +22,7 @@ from service.engines.base import Completion, Sampling, TokenIds
 from service.fitting.context import LEAST, PromptLabels
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.nested_cv import CONTEXT_NAMES
+from service.matching import check_golden
 from service.readout import Site
 from service.scoring import RiskReport, Scorer
 from service.trainer.new_rows import risks_of

@@ -135,9 +135,9 @@ def check_model(
 
     ``unpack`` a GGUF file, too.  What is not the default and was trained on another model leaves
     ``loaded``."""
-    from probes_store.manifest import check_identity
     from service.engines import places
     from service.engines.places import place_of
+    from service.matching import check_identity
 
     source = place_of(options.model)
     if (
