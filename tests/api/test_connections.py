@@ -80,7 +80,12 @@ def open_at(service: Served) -> int:
 
 def until_all_wait_for_answers(service: Served, count: int) -> None:
     until(lambda: open_at(service) == count)
-    until(lambda: not service.server.config.http.places.waiting)  # type: ignore[union-attr]
+    until(lambda: not waiting_for_clients(service))
+
+
+def waiting_for_clients(service: Served) -> int:
+    """The connections whose client has to send or to read before they go on."""
+    return len(service.server.config.http.places.waiting)  # type: ignore[union-attr]
 
 
 # --- bounds on heads ---
@@ -250,6 +255,7 @@ def not_reading(service: Served, *chunks: bytes) -> socket.socket:
 )
 def test_who_makes_no_progress_gives_way_to_who_comes(patient: Served, chunks: list[bytes]) -> None:
     stuck = [not_reading(patient, *chunks) for _ in range(48)]
+    until(lambda: waiting_for_clients(patient) == 16)  # all answers that were begun are stuck
     for _ in range(3):
         assert answers([patient.connect(LIVE), patient.connect(LAST)])
     assert open_at(patient) <= 16
