@@ -210,11 +210,15 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
             raise BadValue(
                 "a link that leaves the bundle", file=name, expected="a file", found=path.resolve()
             )
-        if path.stat().st_size > limit:
-            raise too_long(name, limit)
-        return path.read_bytes()
+        with open(path, "rb") as file:
+            # ``read`` allocates what it is asked for and the manifest may state any size: the
+            # file's size bounds it.
+            data = file.read(min(limit, path.stat().st_size) + 1)
     except OSError as error:
         raise MissingFile(f"the file cannot be read: {error.strerror}", file=name) from error
+    if len(data) > limit:
+        raise too_long(name, limit)
+    return data
 
 
 def too_long(file: str, limit: int) -> DigestMismatch:

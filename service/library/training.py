@@ -354,10 +354,11 @@ def _threads_of(folder: Path, report: Report) -> int:
 
     from service.engines.transformers.threads import threads_that_pay
 
-    threads = threads_that_pay(cpu_count())
-    if threads < cpu_count():
+    most = cpu_count()
+    threads = threads_that_pay(most)
+    if threads < most:
         report(
-            f"the model runs on {threads} of {cpu_count()} CPU threads, which is fastest now, in"
+            f"the model runs on {threads} of {most} CPU threads, which is fastest now, in"
             f" the whole run; --threads N sets another number"
         )
     return threads

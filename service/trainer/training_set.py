@@ -60,7 +60,7 @@ FIRST = "first"  # folder of a first bundle's rows
 FIRST_ROWS, LEAST_FOR_FIRST = 1000, 3000  # of a first bundle, and of a run that has one
 MEASURED_TASKS = 120  # of them, whose mean length stands for all
 # shares of these requests: written one by one; looking like questions, as key words and follow-ups
-WRITTEN, LIKE_QUESTIONS = 2 / 5, 1 / 5
+WRITTEN_SHARE, LIKE_QUESTIONS = 2 / 5, 1 / 5
 REWORDED, WORDINGS_EACH = 0.25, 3  # share of the questions that are reworded, and wordings of each
 # share of the questions that are also asked among others, as follow-ups or inside a task
 SEVERAL = 0.16
@@ -346,7 +346,7 @@ def no_fact_count(questions: int) -> int:
 def _no_fact_requests(count: int, seed: int, fits: Fits) -> list[dict[str, Any]]:
     """Return up to so many requests that ask for no fact, without those that the model cannot
     take."""
-    alike, written = round(LIKE_QUESTIONS * count), round(WRITTEN * count)
+    alike, written = round(LIKE_QUESTIONS * count), round(WRITTEN_SHARE * count)
     requests = [
         *task_rows(count - alike - written, seed),
         *no_fact_rows(alike, (), seed),

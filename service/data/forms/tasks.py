@@ -82,20 +82,8 @@ def task_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, task in enumerate(tasks):
         request = _new(draw, task, seen)
-        name = f"task/{task.name}"
-        row = {
-            "id": f"{name}/{number}",
-            "messages": _conversation(draw, request.text, follows=task.follows),
-        }
-        rows.append(
-            row
-            | {
-                "group": f"{name}/{request.topic}",
-                "kind": name,
-                "form": "task",
-                "applies": False,
-            }
-        )
+        messages = _conversation(draw, request.text, follows=task.follows)
+        rows.append(_row(task.name, number, messages, request.topic))
     return rows
 
 
@@ -108,16 +96,22 @@ def written_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     draw = random.Random(f"{seed} written")
     texts = draw.sample(WRITTEN, min(count, len(WRITTEN)))
     return [
-        {
-            "id": f"task/written/{number}",
-            "messages": _conversation(draw, text, follows=False),
-            "group": f"task/written/{text}",
-            "kind": "task/written",
-            "form": "task",
-            "applies": False,
-        }
+        _row("written", number, _conversation(draw, text, follows=False), text)
         for number, text in enumerate(texts)
     ]
+
+
+def _row(task: str, number: int, messages: list[Message], topic: str) -> dict[str, Any]:
+    """Return the row of a request; those with the same topic are of one group."""
+    kind = f"task/{task}"
+    return {
+        "id": f"{kind}/{number}",
+        "messages": messages,
+        "group": f"{kind}/{topic}",
+        "kind": kind,
+        "form": "task",
+        "applies": False,
+    }
 
 
 def _new(draw: random.Random, task: Task, seen: set[str]) -> TaskRequest:
