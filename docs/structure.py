@@ -19,6 +19,7 @@ ROLES = {
     "service.library": ("load, train: for Python and the commands", OUTSIDE),
     "service.annexes": ("the list of the annexes", GROUND),
     "service.annexes.doctor": ("would it serve, and what to do if not", OUTSIDE),
+    "service.annexes.hub": ("bundles on the hub, and copies of them", OUTSIDE),
     "service.annexes.traces": ("traces of requests, for OpenTelemetry", OUTSIDE),
     "service.annexes.feedback": ("takes what users say of answers", OUTSIDE),
     "service.annexes.guardrails": ("the protocols of other products' guardrails", OUTSIDE),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 # Each layer may import the layers below it and itself; siblings (same line) do not import each
 # other.
 LAYERS = [
-    ["service.annexes.doctor"],
+    ["service.annexes.doctor", "service.annexes.hub"],
     ["service.annexes.feedback", "service.annexes.guardrails", "service.annexes.traces"],
     ["hallutracer"],
     ["hallutracer_research"],
@@ -204,6 +204,7 @@ LIGHT = (
     "service.cli",
     *(f"service.cli.{name}" for name in COMMANDS),
     "service.annexes.doctor.command",
+    "service.annexes.hub.command",
     "service.risk",
     "probes_store",
     "service.demo",

@@ -15,6 +15,7 @@ from typing import Any
 
 ANNEXES = (
     "service.annexes.doctor",
+    "service.annexes.hub",
     "service.annexes.guardrails",
     "service.annexes.feedback",
     "service.annexes.traces",
@@ -31,6 +32,8 @@ class Annex:
     options: str = ""
     # name -> import path of its function or group, and what the list of commands says of it
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # a group of the core -> import path of a group's help and commands, which join it
+    groups: Mapping[str, str] = field(default_factory=dict)
     after: str = ""  # the command of the core that its own commands follow where all are listed
     # its command -> another, whose table of a configuration file holds for it, after its own
     tables: Mapping[str, str] = field(default_factory=dict)

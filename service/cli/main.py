@@ -125,6 +125,11 @@ def installed(only: str | None = None) -> dict[str, Any]:
     commands = {
         name: imported(path) for name, (path, _) in own_commands().items() if only in (None, name)
     }
+    for annex in annexes():
+        for name, path in annex.groups.items():
+            if name in commands:
+                help, own = commands[name]
+                commands[name] = (help, own | imported(path)[1])
     for point in _points():
         if only not in (None, point.name):
             continue

@@ -30,13 +30,14 @@ options = [argument.name for argument in options_of(listed[("serve",)])]
 from service.api.app import create_app
 from service.serving.service import Service
 paths = create_app(Service(lambda: {})).openapi()["paths"]
-print(json.dumps([[path[0] for path in listed], options, list(paths)]))
+print(json.dumps([[" ".join(path) for path in listed], options, list(paths)]))
 """
 
 
 def import_paths(annex: Annex) -> Iterator[str]:
     """Each import path that an annex names."""
     yield from (path for path, _ in annex.commands.values())
+    yield from annex.groups.values()
     yield from (*annex.routers, *annex.error_bodies.values())
     if annex.options:
         yield annex.options
@@ -75,9 +76,11 @@ def test_without_its_line_an_annex_is_gone_and_all_else_is_there(name: str) -> N
     own = {route.path for router in map(imported, annex.routers) for route in router.routes}
     assert own >= {*annex.prompt_routes, *annex.score_routes}
     assert not commands & annex.commands.keys()
+    for group, path in annex.groups.items():
+        assert not commands & {f"{group} {command}" for command in imported(path)[1]}
     assert not paths & own
     added = fields(imported(annex.options)) if annex.options else ()
     assert not options & {f"--{field.name.replace('_', '-')}" for field in added}
     assert options >= {"--host", "--model", "--policy"}
-    assert commands >= {"serve", "score", "train", "bundle"}
+    assert commands >= {"serve", "score", "train", "bundle list"}
     assert paths >= {"/score", "/v1/chat/completions", "/v1/bundles", "/metrics"}

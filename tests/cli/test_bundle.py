@@ -369,7 +369,7 @@ def run(hub: Hub, folder: Path) -> Run:
 
 
 def test_a_bundle_is_pushed_to_the_hub_and_pulled(run: Run, hub: Hub, folder: Path) -> None:
-    """What the hub refuses, and its cache: tests/probes_store/test_hub.py."""
+    """What the hub refuses, and its cache: tests/annexes/hub/test_transfer.py."""
     own, other = ("--store", str(folder / "own")), ("--store", str(folder / "other"))
     words = "would create the private repository, commit 5 files"
     fine(run("push", "my-demo", "hf://me/my-demo", "--dry-run", "--private", *own), words)

@@ -33,8 +33,8 @@ from probes_store.index import INDEX, read_index
 from probes_store.manifest import MANIFEST, record_of, with_seal
 from probes_store.store import SHIPPED, Store, Trust
 from probes_store.syntax import HubAddress, parse_address, readable_json
-from probes_store.transfer import Pulled, Pushed, pull, push
 from probes_store.trust import Signing, required_signature
+from service.annexes.hub.transfer import Pulled, Pushed, pull, push
 from tests.kit.bundles import ANSWER, make_draft, write_bundle
 from tests.kit.hub_stand_in import TOKEN, Hub, Repository, Request, hub_stand_in
 from tests.kit.key_pairs import KeyPair
