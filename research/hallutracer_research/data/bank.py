@@ -41,6 +41,11 @@ def with_relation(row: Row) -> Row:
     return {**row, "relation": row["kind"].removeprefix(FACTS), "subject": subject}
 
 
+def trimmed_row(row: Row) -> Row:
+    """Return a row's fields that the bank keeps."""
+    return {field: row[field] for field in FIELDS if field in row}
+
+
 def packed(rows: Iterable[Row]) -> bytes:
     """Return rows as the bank keeps them: fields that training reads, other names
     accepted, groups in the order of a hash of their name."""
@@ -48,7 +53,7 @@ def packed(rows: Iterable[Row]) -> bytes:
         (with_relation(with_other_names(row)) for row in rows),
         key=lambda row: (hashlib.sha256(row["group"].encode()).digest(), row["id"]),
     )
-    trimmed = ({field: row[field] for field in FIELDS if field in row} for row in ordered)
+    trimmed = map(trimmed_row, ordered)
     return lzma.compress(json_lines(trimmed).encode(), preset=9 | lzma.PRESET_EXTREME)
 
 

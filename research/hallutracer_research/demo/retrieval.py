@@ -6,6 +6,7 @@ same answers."""
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -145,11 +146,11 @@ def markdown(found: Row) -> str:
         "flagged": "flagged",
         "auroc": "AUROC of the risk",
     }
-    cells = [[written(row.get(key)) for key in titles] for row in found["passages"]]
+    cells = [list(map(written, map(row.get, titles))) for row in found["passages"]]
     parts.append(markdown_table(list(titles.values()), cells))
-    shares = ("right", "wrong", "withheld", "retrieved")
+    columns = itemgetter("policy", "right", "wrong", "withheld", "retrieved")
     for which, rows in found["policies"].items():
-        cells = [[written(row[key]) for key in ("policy", *shares)] for row in rows]
+        cells = [list(map(written, columns(row))) for row in rows]
         header = ["policy", "right shown", "wrong shown", "withheld", "retrievals"]
         parts += [
             f"Where the retriever finds a passage that is {which}, shares of all questions:",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -343,9 +344,9 @@ def _mean_measures(of_kinds: Sequence[results.Measures]) -> results.Measures:
     """Return the mean over sub-datasets of each measure's mean and deviation."""
     means: dict[str, dict[str, float]] = {}
     for name in results.MEASURES:
+        values = [measures[name] for measures in of_kinds]
         means[name] = {
-            part: float(np.mean([measures[name][part] for measures in of_kinds]))
-            for part in ("mean", "std")
+            part: float(np.mean(list(map(itemgetter(part), values)))) for part in ("mean", "std")
         }
     return means
 
@@ -370,12 +371,11 @@ def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Tab
             except (TrainingError, NoDirection) as error:
                 notes.append(f"{prepared.rows.name}/{kind} is left out: {error}")
         if measures:
-            mean = {
-                method: _mean_measures([of_kind[method] for of_kind in measures])
-                for method in prepare.methods_of(prepared.rows, options)
-                # else it cannot learn in one of the kinds
-                if all(method in of_kind for of_kind in measures)
-            }
+            mean = {}
+            for method in prepare.methods_of(prepared.rows, options):
+                having = [of_kind[method] for of_kind in measures if method in of_kind]
+                if len(having) == len(measures):  # else it cannot learn in one of the kinds
+                    mean[method] = _mean_measures(having)
             title = f"{prepared.rows.name}, mean of {len(measures)} sub-datasets"
             table_rows += tables.rows_of(title, mean, of_set.costs)
     if not table_rows:

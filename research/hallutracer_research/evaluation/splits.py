@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def _fit_heads(
 def _side_by_side(fits: Sequence[ProbeFit]) -> HeadProbes:
     """Return the probes of all heads from the fits of each."""
     direction, bias, scale, auroc = (
-        np.stack([getattr(fit, name) for fit in fits], axis=1) for name in PROBES
+        np.stack(list(map(attrgetter(name), fits)), axis=1) for name in PROBES
     )
     logits = np.stack([fit.trajectory for fit in fits], axis=2).astype(np.float32)
     return HeadProbes(direction, bias, scale, np.where(direction.any(axis=2), auroc, 0.0), logits)

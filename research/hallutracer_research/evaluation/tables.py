@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def decisions_table(sets: Sequence[SetResult]) -> Table:
     for result in sets:
         for method, scores in result.scores.items():
             sides = [decisions(result.label[side], score) for side, score in test_sides(scores)]
-            cells = {name: spread([of_side[name] for of_side in sides]) for name in sides[0]}
+            cells = {name: spread(list(map(itemgetter(name), sides))) for name in sides[0]}
             rows.append({"set": result.title, "method": METHODS[method].title, **cells})
     titles = {
         f"caught_at_{100 * share:.0f}": f"{share:.0%} of right withheld" for share in WITHHELD

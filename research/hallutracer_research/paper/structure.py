@@ -7,6 +7,7 @@ isotropy takes the first fold and one head.  One layer of one fold is in memory 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -184,8 +185,8 @@ def geometry_by_layer(result: SetResult) -> tuple[Floats, Floats, int]:
     """Return adjacent |cos| [m - 1], the probe's share of variance [m] (NaN where a fold has none),
     d; fold means."""
     folds = [_fold_geometry(result, split) for split in result.folds(0)]
-    cosines = [[transition.adjacent_cos for transition in fold.transitions] for fold in folds]
-    energy = [[layer.energy_fraction for layer in fold.layers] for fold in folds]
+    cosines = [list(map(attrgetter("adjacent_cos"), fold.transitions)) for fold in folds]
+    energy = [list(map(attrgetter("energy_fraction"), fold.layers)) for fold in folds]
     share = np.array(energy, np.float64).mean(axis=0)  # None becomes NaN
     return np.array(cosines).mean(axis=0), share, folds[0].dim
 

@@ -95,7 +95,7 @@ class Timings:
 def threads_that_pay(most: int, clock: Clock = time.perf_counter) -> int:
     """Return the number of threads, one of 1, 2, 4 .. ``most``, at which products of matrices as a
     small model has them are fastest at this moment.  Torch's own number is not changed."""
-    before = torch.get_num_threads()
+    before, counts = torch.get_num_threads(), _counts(most)
     rows, weights = torch.ones(TRIAL_ROWS, TRIAL_WIDTH), torch.ones(TRIAL_WIDTH, TRIAL_WIDTH)
 
     def seconds(count: int) -> float:
@@ -107,12 +107,12 @@ def threads_that_pay(most: int, clock: Clock = time.perf_counter) -> int:
         return clock() - began
 
     try:
-        tries = [[seconds(count) for count in _counts(most)] for _ in range(RECENT)]
+        tries = [list(map(seconds, counts)) for _ in range(RECENT)]
     finally:
         torch.set_num_threads(before)
     medians = [statistics.median(column) for column in zip(*tries, strict=True)]
     fast = (median <= GRACE * min(medians) for median in medians)
-    return next(count for count, pays in zip(_counts(most), fast, strict=True) if pays)
+    return next(count for count, pays in zip(counts, fast, strict=True) if pays)
 
 
 def _counts(most: int) -> tuple[int, ...]:

@@ -150,7 +150,11 @@ class Fold:
         classes; for a choice that need not test every row.  Raises TrainingError: not one has."""
         label, group = self.inputs.label, self.inputs.group
         pairs = unchecked_folds(label, group, self.train, INNER_FOLDS, self.seed, what)
-        usable = [pair for pair in pairs if all(len(np.unique(label[side])) == 2 for side in pair)]
+        usable = [
+            (train, test)
+            for train, test in pairs
+            if len(np.unique(label[train])) == len(np.unique(label[test])) == 2
+        ]
         if not usable:
             raise TrainingError(
                 f"seed {self.seed}: none of the {INNER_FOLDS} {what}s has both classes on both"
