@@ -85,11 +85,9 @@ class BlockingClient:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """``score``, ``ready``, ``models``, ``bundles``."""
         method = getattr(self.client, name)
-        return (
-            method
-            if self.kind == "sync"
-            else lambda **more: self._loop.run_until_complete(method(**more))
-        )
+        if self.kind == "sync":
+            return method  # type: ignore[no-any-return]
+        return lambda *given, **more: self._loop.run_until_complete(method(*given, **more))
 
     def stream(
         self,

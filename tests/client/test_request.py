@@ -98,13 +98,7 @@ def test_wrong_arguments_fail_before_anything_is_sent(
 
 def test_a_prompt_may_be_given_by_its_place(make_client: MakeClient) -> None:
     sent: list[httpx.Request] = []
-    made = make_client(recording(sent))
-
-    def score(*prompts: Any, **more: Any) -> None:
-        result = made.client.score(*prompts, **more)
-        if made.kind == "async":
-            made._loop.run_until_complete(result)
-
+    score = make_client(recording(sent)).score
     score("Why?", threshold=0.5)
     score(["a", "b"], generate={"max_tokens": 16})
     assert [json.loads(request.content) for request in sent] == [

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
@@ -85,7 +86,7 @@ def planted(
     """Inputs whose rows of one site ``plan`` changes: rows [n, m, width], label [n]; each row is
     its own group."""
     inputs, label = method_inputs(folder, count), np.arange(count) % 2
-    rows = noise(np.random.default_rng(1), count, site)
+    rows = noise(default_rng(1), count, site)
     plan(rows, label)
     name = "heads" if site is Site.ATTENTION_HEAD else "residual"
     changed: dict[str, Any] = {name: readouts(folder, rows, label, site)}
@@ -164,7 +165,7 @@ def test_text_and_kind_know_nothing_of_the_model(data: MethodInputs) -> None:
 
 def test_the_sign_of_a_free_number_is_learned_from_the_training_rows(data: MethodInputs) -> None:
     train, test = sides(data)
-    values = np.random.default_rng(0).permutation(len(data.label)).astype(np.float64)
+    values = default_rng(0).permutation(len(data.label)).astype(np.float64)
     for sign in (1.0, -1.0):
         column = values.copy()
         column[train] = np.sort(values[train])[
@@ -178,7 +179,7 @@ def test_the_sign_of_a_free_number_is_learned_from_the_training_rows(data: Metho
 
 @pytest.mark.parametrize("penalty", ["l1", "l2"])
 def test_raw_logits_are_the_standardised_pipeline_s(penalty: Penalty) -> None:
-    rng = np.random.default_rng(1)
+    rng = default_rng(1)
     label = (rng.random(400) < 0.3).astype(np.int64)
     x = rng.standard_normal((400, 6)) * [1, 20, 0.1, 3, 1, 1] + [0, 50, -2, 0, 0, 0]
     x[:, 1] += 9 * label
@@ -206,7 +207,7 @@ def test_iti_finds_the_planted_head_and_averages_three_probes(data: MethodInputs
     c, *chosen = probes.iti_head(whole)
     assert tuple(chosen) == BEST
     x = hidden(data, BEST[0], "heads")[:, BEST[1] * D : (BEST[1] + 1) * D]
-    rng = np.random.default_rng(5)
+    rng = default_rng(5)
     expected = np.zeros(len(test))
     for _ in range(3):
         drawn = train[probes.group_bootstrap(data.label[train], data.group[train], rng)]
@@ -253,7 +254,7 @@ def test_ties_go_to_the_lowest_layer_and_head_and_the_first_fit(tmp_path: Path) 
 
 def test_the_bootstrap_draws_whole_groups_with_replacement() -> None:
     group, label = np.array([5, 5, 5, 2, 2, 9]), np.array([1, 1, 1, 0, 0, 1])
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     seen = set()
     for _ in range(50):
         counts = np.bincount(probes.group_bootstrap(label, group, rng), minlength=6)
@@ -329,7 +330,7 @@ def test_a_fold_that_lacks_a_class_is_left_out_and_the_method_named_where_all_do
 def correlated(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """x [n, d], label [n], the covariance [d, d] within the classes, the difference of their means
     [d]."""
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     mixed = np.eye(width) + 3.0 * rng.standard_normal((width, 1)) @ rng.standard_normal((1, width))
     shift = rng.standard_normal(width)
     label = (rng.random(rows) < 0.3).astype(np.int64)
@@ -374,7 +375,7 @@ def test_mass_mean_needs_fewer_rows_than_columns_and_ignores_constant_ones() -> 
 
 def test_the_ridge_weighs_layers_where_the_mean_cannot() -> None:
     """A strong level that all layers have in common, and the class at two of them."""
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     group = np.arange(500) // 2
     label = (rng.random(250) < 0.5).astype(np.int64)[group]
     trajectory = rng.standard_normal((500, 8)) + 3.0 * rng.standard_normal((500, 1))
@@ -435,7 +436,7 @@ def test_a_semantic_entropy_probe_sees_neither_labels_nor_test_samples(data: Met
 
 
 def test_the_best_split_is_that_of_all_thresholds() -> None:
-    values = np.round(np.random.default_rng(1).gamma(2.0, size=40), 1)
+    values = np.round(default_rng(1).gamma(2.0, size=40), 1)
 
     def lost(at: float) -> float:
         sides = values[values < at], values[values >= at]
@@ -449,7 +450,7 @@ def test_the_best_split_is_that_of_all_thresholds() -> None:
 
 def ring(rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Points whose class is their distance from the centre, which no line separates."""
-    x = np.random.default_rng(0).standard_normal((rows, 4)) * [1, 30, 0.1, 1] + [0, 50, -2, 0]
+    x = default_rng(0).standard_normal((rows, 4)) * [1, 30, 0.1, 1] + [0, 50, -2, 0]
     radius = ((x - [0, 50, -2, 0]) / [1, 30, 0.1, 1])[:, :3]
     return x.astype(np.float32), (np.sum(radius**2, axis=1) < 2.4).astype(np.int64)
 
@@ -498,7 +499,7 @@ def test_the_loss_of_iris_against_hand_computed_values() -> None:
 
 
 def test_iris_reads_the_last_layer_and_learns_what_no_line_can(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     rows = noise(rng, 600, Site.ATTENTION_HEAD)
     z = (rows[:, LAST] - rows[:, LAST].mean(axis=0)) / rows[:, LAST].std(axis=0)
     # columns of two heads; each alone says nothing
@@ -546,7 +547,7 @@ def test_mind_reads_the_last_token_over_layers_and_the_last_layer_over_tokens(
 
 
 def test_eigenscore_is_the_paper_s_equation() -> None:
-    states = np.random.default_rng(0).normal(2.0, 3.0, (4, 9))
+    states = default_rng(0).normal(2.0, 3.0, (4, 9))
     z = states.T  # [d, K]
     centring = np.eye(9) - np.ones((9, 9)) / 9
     _, log_det = np.linalg.slogdet(z.T @ centring @ z + 1e-3 * np.eye(4))

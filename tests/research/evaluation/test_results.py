@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.random import default_rng
 from torch import nn
 
 from hallutracer_research.evaluation import options, results, tables
@@ -147,7 +148,7 @@ def test_another_model_costs_its_own_prefill() -> None:
 def runs_of(label: np.ndarray, score: np.ndarray) -> list[FoldScores]:
     found = []
     for seed in range(2):
-        fold = np.random.default_rng(seed).permutation(len(label)) % 4
+        fold = default_rng(seed).permutation(len(label)) % 4
         found += [
             FoldScores(
                 seed,
@@ -161,8 +162,8 @@ def runs_of(label: np.ndarray, score: np.ndarray) -> list[FoldScores]:
 
 
 def planted(separation: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    label = (np.random.default_rng(99).random(800) < 0.5).astype(np.int64)
-    return label, np.random.default_rng(seed).standard_normal(800) + separation * (1 - label)
+    label = (default_rng(99).random(800) < 0.5).astype(np.int64)
+    return label, default_rng(seed).standard_normal(800) + separation * (1 - label)
 
 
 def test_measures_are_means_over_the_test_sides_with_the_positive_class_named() -> None:
@@ -226,7 +227,7 @@ def test_rows_stand_by_cost_class_and_else_in_the_order_asked_for() -> None:
 def draw(seed: int, count: int, gain: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Label, and two risks of the same rows with correlated noise; the first separates better by
     ``gain``."""
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     label = np.repeat([0, 1], count // 2)
     common = rng.standard_normal(count) * 0.6
     noise = rng.standard_normal((2, count)) * 0.8

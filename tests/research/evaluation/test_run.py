@@ -31,20 +31,25 @@ from service.errors import TrainingError
 from tests.command_line import hallutracer
 from tests.engines import tiny
 from tests.kit.rows import only, without
-from tests.kit.tables import cells
+from tests.kit.tables import cells, lines
 from tests.research.data.samples import write_lines
 
 ROOT = Path(__file__).parents[3]
 TITLE = "HalluTracer (depth mean)"
-QUICK = {
-    "--limit": "160",
-    "--seeds": "1",
-    "--folds": "3",
-    "--inner-folds": "2",
-    "--c": "0.3",
-    "--jobs": "1",
-    "--threads": "1",
-}
+QUICK = dict(
+    line.split()
+    for line in lines(
+        """
+        --limit 160
+        --seeds 1
+        --folds 3
+        --inner-folds 2
+        --c 0.3
+        --jobs 1
+        --threads 1
+        """
+    )
+)
 PAPER = ("--suite", "paper", "--no-per-subset")
 TWO = ("--methods", "hallutracer,prompt-length", "--no-per-subset")
 

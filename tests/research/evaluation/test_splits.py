@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 
 from hallutracer_research.evaluation import splits
@@ -130,7 +131,7 @@ def tells_more(
 def test_the_kind_and_the_depth_mean_together_tell_more_than_each_and_no_test_label_reaches_them(
     tmp_path: Path,
 ) -> None:
-    rng, inputs = np.random.default_rng(2), level_inputs(tmp_path)
+    rng, inputs = default_rng(2), level_inputs(tmp_path)
     split = first_split(tmp_path, inputs)
     kind = np.where(rng.random(COUNT) < 0.3, 1 - inputs.label, inputs.label).astype(np.str_)
     named = replace(inputs, kind=kind)
@@ -147,7 +148,7 @@ def test_the_kind_and_the_depth_mean_together_tell_more_than_each_and_no_test_la
 
 
 def test_the_entropy_of_another_token_is_read_beside_the_depth_mean(tmp_path: Path) -> None:
-    rng, inputs = np.random.default_rng(2), level_inputs(tmp_path)
+    rng, inputs = default_rng(2), level_inputs(tmp_path)
     split = first_split(tmp_path, inputs)
     entropy = rng.standard_normal(COUNT) - 1.2 * inputs.label
     content = np.stack([rng.standard_normal(COUNT), entropy], axis=1)
@@ -163,7 +164,7 @@ def test_what_is_read_behind_the_answer_adds_to_the_depth_mean_and_no_test_label
     inputs, other = level_inputs(tmp_path), tmp_path / "other"
     other.mkdir()
     split = first_split(tmp_path, inputs)
-    rows = noise(np.random.default_rng(5), COUNT, Site.ATTENTION_HEAD)
+    rows = noise(default_rng(5), COUNT, Site.ATTENTION_HEAD)
     for layer in range(rows.shape[1]):
         plant(rows, inputs.label, layer, 3, 0.25)
     behind = readouts(other, rows, inputs.label, Site.ATTENTION_HEAD)
@@ -178,7 +179,7 @@ def test_what_is_read_behind_the_answer_adds_to_the_depth_mean_and_no_test_label
 def test_running_scores_are_those_of_the_mean_s_probes_on_each_beginning_and_token(
     tmp_path: Path,
 ) -> None:
-    inputs, rng = level_inputs(tmp_path), np.random.default_rng(6)
+    inputs, rng = level_inputs(tmp_path), default_rng(6)
     split, site = first_split(tmp_path, inputs), Site.ATTENTION_HEAD
     said = rng.integers(1, 9, COUNT)
     tokens = np.stack([noise(rng, COUNT, site) for _ in range(6)])

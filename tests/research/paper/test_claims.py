@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.random import default_rng
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
 from hallutracer_research.evaluation.page import Table, Verdict
@@ -140,14 +141,14 @@ def shaped(*, level: float = 0.0, slope: float = 0.0, zigzag: float = 0.0) -> Se
     """Six layers of noise, and what tells the classes: a level, a slope, a pattern that no five
     statistics see."""
     gap = level + slope * (np.arange(6) - 2.5) + zigzag * np.array([1, -1, -1, 1, 1, -1])
-    noise = np.random.default_rng(0).standard_normal((len(LABEL), 6))
+    noise = default_rng(0).standard_normal((len(LABEL), 6))
     return scripted_result((noise + (LABEL[:, None] - 0.5) * gap)[..., None], LABEL)
 
 
 def with_residual(spread: float) -> SetResult:
     """Ours, and a residual stream that is ours with noise."""
     result = shaped(level=1.0)
-    rng = np.random.default_rng(2)
+    rng = default_rng(2)
     other = [
         fold._replace(score=fold.score + spread * rng.standard_normal(len(fold.score)))
         for fold in result.scores[OURS]
@@ -235,7 +236,7 @@ def test_eta_is_a_test_where_classes_differ_in_size(eta: float, verdict: Verdict
 def against(score: np.ndarray, *, strength: float = 1.5) -> SetResult:
     """Ours with a level of ``strength``, against a method "iti" with the given scores (rising with
     hallucination)."""
-    noise = np.random.default_rng(0).standard_normal((len(LABEL), 6, 1))
+    noise = default_rng(0).standard_normal((len(LABEL), 6, 1))
     result = scripted_result(noise + strength * (LABEL[:, None, None] - 0.5), LABEL)
     other = [
         FoldScores(split.seed, split.fold, split.test, score[split.test]) for split in result.splits
@@ -248,7 +249,7 @@ def ahead(result: SetResult, *names: str) -> ClaimFinding:
 
 
 def test_ahead_is_a_matter_of_the_interval() -> None:
-    rng = np.random.default_rng(1)
+    rng = default_rng(1)
     assert ahead(against(rng.standard_normal(len(LABEL))), "iti").verdict == "supported"
     perfect = ahead(against(1.0 - LABEL, strength=0.3), "iti")
     assert perfect.verdict == "not supported"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.random import default_rng
 from scipy.stats import kstest, linregress, norm, trim_mean, ttest_1samp
 from sklearn.metrics import roc_auc_score
 
@@ -79,7 +80,7 @@ def test_what_cannot_be_diagnosed_is_named(call: Any, said: str) -> None:
 
 
 def test_pooled_spreads_of_15_factual_rows_and_35_others() -> None:
-    x, factual = np.random.default_rng(0).standard_normal((50, 3)) * [1, 2, 3], np.arange(50) < 15
+    x, factual = default_rng(0).standard_normal((50, 3)) * [1, 2, 3], np.arange(50) < 15
     covariance = 0.3 * np.cov(x[:15], rowvar=False) + 0.7 * np.cov(x[15:], rowvar=False)
     assert classes.pooled_covariance(x, factual) == pytest.approx(covariance)
     assert classes.pooled_variance(x, factual) == pytest.approx(np.diag(covariance))
@@ -162,7 +163,7 @@ def leave_one_out(one: np.ndarray, two: np.ndarray) -> float:
 
 @pytest.mark.parametrize("dim", [3, 30])
 def test_chen_and_qin_s_statistic_and_variance_follow_the_definitions(dim: int) -> None:
-    rng = np.random.default_rng(1)
+    rng = default_rng(1)
     one, two = rng.standard_normal((8, dim)) + 0.3, 2 * rng.standard_normal((6, dim)) + 0.2
     found = classes.chen_qin(np.concatenate([one, two]), np.repeat([1, 0], [8, 6]))
     assert found.statistic == pytest.approx(statistic(one, two), rel=1e-9)
@@ -182,7 +183,7 @@ def test_chen_and_qin_s_statistic_and_variance_follow_the_definitions(dim: int) 
 def test_neither_blocks_nor_a_common_offset_change_the_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rng = np.random.default_rng(2)
+    rng = default_rng(2)
     x, label = rng.standard_normal((60, 10)), np.arange(60) % 2
     one = classes.chen_qin(x, label)
     two = classes.chen_qin(x + 1000 * rng.standard_normal(10), label)
@@ -196,7 +197,7 @@ def test_neither_blocks_nor_a_common_offset_change_the_test(
 
 
 def test_one_row_of_each_group_is_taken_and_too_few_groups_have_no_test() -> None:
-    x = np.random.default_rng(8).standard_normal((30, 4))
+    x = default_rng(8).standard_normal((30, 4))
     label, group = np.arange(30) % 2, np.arange(30) // 2
     alone = classes.chen_qin_by_group(x, label, np.array([f"g{row}" for row in range(30)]))
     assert alone == classes.chen_qin(x, label)
@@ -216,7 +217,7 @@ def test_distance_correlation_is_its_definition() -> None:
             distance - distance.mean(axis=0) - distance.mean(axis=1)[:, None] + distance.mean()
         )
 
-    rng = np.random.default_rng(3)
+    rng = default_rng(3)
     x = rng.standard_normal(700)
     for y in (rng.standard_normal(700), x + rng.standard_normal(700), x**2, np.round(x), 3 - 2 * x):
         a, b = centred(x), centred(y)
@@ -229,7 +230,7 @@ def test_distance_correlation_is_its_definition() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(3, 40), st.integers(0, 1000))
 def test_features_agree_with_scipy_and_plain_sums(m: int, seed: int) -> None:
-    x = np.random.default_rng(seed).standard_normal((4, m)) * 3
+    x = default_rng(seed).standard_normal((4, m)) * 3
     found = features.trajectory_features(x)
     assert found["slope"] == pytest.approx([linregress(np.arange(m), row).slope for row in x])
     assert found["trimmed_mean"] == pytest.approx(trim_mean(x, 0.1, axis=1))
@@ -294,7 +295,7 @@ def test_depth_layers_never_repeat(m: int, size: int) -> None:
 def planted(heads_differ: bool = True, seed: int = 0) -> Any:
     """Rows [layers, prompts, heads, d] of 6 layers, 60 prompts, 3 heads of 8 on scales and offsets
     of their own; probes of the selected heads."""
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     rows = rng.standard_normal((6, 60, 24)) * rng.uniform(
         0.1, 10, (6, 1, 24)
     ) + 5 * rng.standard_normal((6, 1, 24))
@@ -362,7 +363,7 @@ def test_the_head_part_is_that_of_a_head_switch_alone() -> None:
 
 
 def test_the_table_of_k_agrees_with_scikit_learn_and_numpy() -> None:
-    rng = np.random.default_rng(3)
+    rng = default_rng(3)
     label = np.repeat([0, 1], 150)
     made = (
         rng.standard_normal((4, 300, 9))
@@ -387,7 +388,7 @@ def test_the_table_of_k_agrees_with_scikit_learn_and_numpy() -> None:
 
 
 def test_kappa_of_known_spreads_and_a_class_without_spread_is_counted_out() -> None:
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     n = 100_000
     label = (np.arange(n) < n // 4).astype(int)
     w = rng.standard_normal((n, 9))
@@ -409,7 +410,7 @@ def test_kappa_of_known_spreads_and_a_class_without_spread_is_counted_out() -> N
 def whitened(n: int, spread: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows [2n, d] whose unbiased covariance in either class is diag(spread^2) exactly, class means
     0."""
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     x = rng.standard_normal((2, n, len(spread)))
     x -= x.mean(axis=1, keepdims=True)
     return np.concatenate(
@@ -440,7 +441,7 @@ def test_a_layer_with_a_known_covariance() -> None:
     assert geometry.layer_geometry(x, label, np.array([0.0, 0.6, 0.8])).v2_top90 == pytest.approx(
         0.36
     )
-    x, label = np.random.default_rng(0).standard_normal((8, 20)), np.arange(8) % 2
+    x, label = default_rng(0).standard_normal((8, 20)), np.arange(8) % 2
     assert geometry.layer_geometry(x, label).energy_fraction is None
     singular = geometry.layer_geometry(x, label, unit_rows(np.ones((1, 20)))[0])
     assert singular.fisher_cos2 is None
@@ -448,7 +449,7 @@ def test_a_layer_with_a_known_covariance() -> None:
 
 
 def test_transitions_and_the_middle_mean() -> None:
-    rng = np.random.default_rng(1)
+    rng = default_rng(1)
     n, m, d = 4000, 8, 16
     label = np.arange(n) % 2
     w = rng.standard_normal((n, m - 1)) + 0.5 * label[:, None]
@@ -480,7 +481,7 @@ def test_transitions_and_the_middle_mean() -> None:
 
 
 def test_random_directions_are_rejected_at_the_nominal_rate() -> None:
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     runs = [
         isotropy(unit_rows(rng.standard_normal((32, 64))), permutations=200, seed=run)
         for run in range(300)
@@ -495,7 +496,7 @@ def test_random_directions_are_rejected_at_the_nominal_rate() -> None:
 
 
 def test_a_chain_of_slowly_turning_directions_fails_every_comparison_with_random_ones() -> None:
-    rng = np.random.default_rng(1)
+    rng = default_rng(1)
     found = isotropy(
         unit_rows(
             np.cumsum([rng.standard_normal(64), *0.5 * rng.standard_normal((31, 64))], axis=0)
@@ -511,18 +512,18 @@ def test_a_chain_of_slowly_turning_directions_fails_every_comparison_with_random
 
 def test_directions_of_fewer_dimensions_match_their_rank_and_not_the_space() -> None:
     v = np.zeros((80, 128))
-    v[:, :6] = unit_rows(np.random.default_rng(2).standard_normal((80, 6)))
+    v[:, :6] = unit_rows(default_rng(2).standard_normal((80, 6)))
     found = isotropy(v, effective_rank=6.2, permutations=500)
     assert found.permutation_ambient_p < 0.01 < found.permutation_rank_p
     assert found.expected_rank == pytest.approx(expected_cosine(6.2))
-    few = isotropy(unit_rows(np.random.default_rng(5).standard_normal((3, 8))), permutations=50)
+    few = isotropy(unit_rows(default_rng(5).standard_normal((3, 8))), permutations=50)
     assert (few.pairs, few.shapiro_p, len(few.gap_means)) == (2, None, 2)
     assert any("gaps 1 .. 2 of 9" in note for note in few.notes)
     json.dumps(classes.as_document(few), allow_nan=False)
 
 
 def test_permutation_p_value_is_near_the_exact_kolmogorov_smirnov_one() -> None:
-    rng = np.random.default_rng(4)
+    rng = default_rng(4)
     v = unit_rows(
         rng.standard_normal((21, 3))
     )  # on the ordinary sphere an inner product is uniform on [-1, 1]
@@ -532,7 +533,7 @@ def test_permutation_p_value_is_near_the_exact_kolmogorov_smirnov_one() -> None:
 
 
 def equicorrelated(n: int, m: int, heads: int, rho: float) -> np.ndarray:
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     shared = rng.standard_normal((n, m, 1))
     return np.asarray(np.sqrt(rho) * shared + np.sqrt(1 - rho) * rng.standard_normal((n, m, heads)))
 
@@ -554,9 +555,7 @@ def test_variation_and_switches_by_hand_one_head_and_constant_heads() -> None:
     assert found["switches"] == 1.0  # best heads 1, 0 (tie: lowest), 1, 0
     assert uniformity(quality[[0, 2, 2]], equicorrelated(50, 3, 2, 0.2), [])["switches"] == 0
     notes: list[str] = []
-    single = uniformity(
-        np.full((3, 1), 0.6), np.random.default_rng(0).standard_normal((9, 3, 1)), notes
-    )
+    single = uniformity(np.full((3, 1), 0.6), default_rng(0).standard_normal((9, 3, 1)), notes)
     assert (single["correlation"], single["rank_share"], len(notes)) == (None, None, 1)
     scores = equicorrelated(100, 2, 3, 0.5)
     scores[:, 0, 1] = 1.0
@@ -629,7 +628,7 @@ def test_eta_is_one_on_balanced_classes_and_the_measured_ratio_that_of_two_scala
 def test_parallel_trajectories_leave_gaps_with_reasons(offset: float) -> None:
     label = np.repeat([0, 1], 20)
     # Exact halves and quarters, so that equal trajectories stay equal in floating point.
-    level = np.random.default_rng(5).integers(-8, 8, (40, 1))
+    level = default_rng(5).integers(-8, 8, (40, 1))
     found = snr_table(level + label[:, None] * np.array([1.0, 2.0, 4.0, 1.0]) + offset, label)
     assert (found.gamma, found.r_plugin, found.eta, len(found.notes)) == (None, None, None, 2)
 
@@ -646,7 +645,7 @@ def direct(trajectory: np.ndarray, label: np.ndarray) -> float:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(2, 24), st.integers(0, 10_000))
 def test_parts_and_direct_ratio_agree_for_any_covariance(m: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     label = (np.arange(120) < 45).astype(int)
     trajectory = rng.standard_normal((120, m)) @ rng.standard_normal((m, m))
     trajectory += np.outer(label, rng.standard_normal(m) + 1)
