@@ -12,6 +12,8 @@ import pytest
 
 from hallutracer_client import AsyncClient, Client
 from hallutracer_client.stream import BaseAnswer
+from tests.kit import bodies
+from tests.serve_process import ServeProcess, serve
 
 Handler = Callable[[httpx.Request], httpx.Response]
 MakeClient = Callable[..., "BlockingClient"]
@@ -30,6 +32,31 @@ class Time:
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.now += seconds
+
+
+class Script:
+    """Answers one by one; counts the requests."""
+
+    def __init__(self, *steps: Any) -> None:
+        self.steps = list(steps)
+        self.seen: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.seen.append(request)
+        step = self.steps[min(len(self.seen), len(self.steps)) - 1]
+        if isinstance(step, Exception):
+            raise step
+        return step() if callable(step) else step  # type: ignore[no-any-return]
+
+
+def failing(text: str, message: str = "because") -> Any:
+    """A step from a text: ``429 overloaded``, ``502`` of somebody's page, httpx's ``ReadError``."""
+    name, _, code = text.partition(" ")
+    if not name.isdigit():
+        return getattr(httpx, name)("broken")
+    if code:
+        return lambda: bodies.error(int(name), code, message)
+    return lambda: httpx.Response(int(name), html="<h1>busy</h1>")
 
 
 class BlockingClient:
@@ -58,11 +85,9 @@ class BlockingClient:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """``score``, ``ready``, ``models``, ``bundles``."""
         method = getattr(self.client, name)
-        return (
-            method
-            if self.kind == "sync"
-            else lambda **more: self._loop.run_until_complete(method(**more))
-        )
+        if self.kind == "sync":
+            return method  # type: ignore[no-any-return]
+        return lambda *given, **more: self._loop.run_until_complete(method(*given, **more))
 
     def stream(
         self,
@@ -76,7 +101,7 @@ class BlockingClient:
         if self.kind == "sync":
             with self.client.stream(**options) as answer:
                 look(answer)
-                return answer, list(islice(answer, take)) if take != 0 else []
+                return answer, list(islice(answer, take))
 
         async def read() -> tuple[Any, list[str]]:
             pieces: list[str] = []
@@ -96,6 +121,13 @@ class BlockingClient:
             self._loop.run_until_complete(self.client.aclose())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def demo_service() -> Iterator[ServeProcess]:
+    """A service on the demo model, in a process of its own."""
+    with serve() as service:
+        yield service
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 import hallutracer_client
 from service import __version__
 from tests.kit.pages import blocks
-from tests.serve_process import CLIENT, ROOT, ServeProcess, inherited, serve
+from tests.serve_process import CLIENT, ROOT, ServeProcess, inherited
 
 PROJECT = tomllib.loads((CLIENT / "pyproject.toml").read_text())["project"]
 
@@ -99,14 +98,8 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Fresh:
     return Fresh(tmp_path, request.param)
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServeProcess]:
-    with serve() as service:
-        yield service
-
-
 def test_it_is_small_brings_no_server_and_runs_beside_an_apps_own_service(
-    fresh: Fresh, service: ServeProcess
+    fresh: Fresh, demo_service: ServeProcess
 ) -> None:
     size = sum(path.stat().st_size for path in fresh.packages.rglob("*") if path.is_file())
     assert size < 30e6, f"{size / 1e6:.1f} MB"
@@ -119,7 +112,7 @@ def test_it_is_small_brings_no_server_and_runs_beside_an_apps_own_service(
     assert "License-Expression: Apache-2.0" in (metadata / "METADATA").read_text()
 
     (example,) = [block for block in blocks(CLIENT / "README.md") if block.language == "python"]
-    code = example.text.replace("http://127.0.0.1:8765", service.url)
+    code = example.text.replace("http://127.0.0.1:8765", demo_service.url)
     lines = fresh.run(
         f"import service\n{code}\nprint(service.OWNER)\n"
         + f"""
@@ -127,7 +120,7 @@ import asyncio
 from hallutracer_client import AsyncClient, Generate
 
 async def main() -> None:
-    async with AsyncClient({service.url!r}) as client:
+    async with AsyncClient({demo_service.url!r}) as client:
         generate = Generate(max_tokens=16)
         prompt = "What is the capital of Italy?"
         async with client.stream(prompt=prompt, generate=generate) as answer:

@@ -8,7 +8,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,21 +22,18 @@ from mcp.types import CallToolResult, Tool
 
 from hallutracer_client import AsyncClient
 from hallutracer_client.mcp import LONGEST, TOKEN, TokenCheck, main, make_server
+from tests.client.conftest import Script, failing
 from tests.kit import bodies
+from tests.kit.local_server import free_port
+from tests.kit.tables import cells
 from tests.running import running, until
-from tests.serve_process import PATHS, ServeProcess, inherited, serve
+from tests.serve_process import PATHS, ServeProcess, inherited
 
 ASKED = "What is the capital of the Solomon Islands?"
 TOOL = "hallucination_risk"
 COMMAND = ("-m", "hallutracer_client.mcp")
 KEY = "a-key-of-the-service"
 SECRET = "the-token-of-this-server"
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServeProcess]:
-    with serve() as service:
-        yield service
 
 
 def ask(server: Any, question: str = ASKED) -> CallToolResult:
@@ -97,12 +94,12 @@ def says_what_the_service_says(result: CallToolResult, service: ServeProcess) ->
 
 
 def test_over_stdio_it_has_one_tool_and_logs_no_question(
-    service: ServeProcess, tmp_path: Path
+    demo_service: ServeProcess, tmp_path: Path
 ) -> None:
     process = StdioServerParameters(
         command=sys.executable,
         args=list(COMMAND),
-        env={"PYTHONPATH": PATHS, "HALLUTRACER_URL": service.url},
+        env={"PYTHONPATH": PATHS, "HALLUTRACER_URL": demo_service.url},
     )
 
     async def asked() -> tuple[list[Tool], CallToolResult, CallToolResult]:
@@ -113,7 +110,7 @@ def test_over_stdio_it_has_one_tool_and_logs_no_question(
                 return (await client.list_tools()).tools, first, refused
 
     (tool,), found, refused = asyncio.run(asked())
-    says_what_the_service_says(found, service)
+    says_what_the_service_says(found, demo_service)
     assert refused.is_error
     assert f"at most {LONGEST} characters" in text(refused)
     assert "Solomon" not in (tmp_path / "log").read_text()
@@ -131,17 +128,36 @@ def test_over_stdio_it_has_one_tool_and_logs_no_question(
     assert set(tool.output_schema["properties"]) >= set(found.structured_content or {})
 
 
-def test_over_http_this_machine_alone_is_served(service: ServeProcess, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, *COMMAND, "--url", service.url, "--port", str(port)]
+# What is answered to a header in the place of the client's own.
+HEADERS = cells(
+    f"""
+    200 | Accept: application/json, text/event-stream
+    200 | Host: localhost:{{port}}
+    200 | Origin: http://localhost:{{port}}
+    421 | Host: evil.test:{{port}}
+    421 | Host: 127.0.0.1
+    403 | Origin: http://evil.test
+    403 | Origin: null
+    403 | Origin: http://localhost:3000
+    401 | Authorization:
+    401 | Authorization: Bearer {SECRET}x
+    401 | Authorization: Bearer {SECRET[:-1]}
+    401 | Authorization: Basic {SECRET}
+    401 | Authorization: {SECRET}
+    """
+)
+
+
+def test_over_http_this_machine_alone_is_served(demo_service: ServeProcess, tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, *COMMAND, "--url", demo_service.url, "--port", str(port)]
     log = (tmp_path / "log").open("w")
     variables = inherited() | {"PYTHONPATH": PATHS, TOKEN: SECRET}
     with log, subprocess.Popen(command, env=variables, stdout=log, stderr=log) as process:
         try:
             until(lambda: listens("127.0.0.1", port))
             url = f"http://127.0.0.1:{port}/mcp"
-            says_what_the_service_says(ask_with(SECRET, url), service)
+            says_what_the_service_says(ask_with(SECRET, url), demo_service)
             assert url in (tmp_path / "log").read_text()
             for word in ("Solomon", SECRET):
                 assert word not in (tmp_path / "log").read_text()
@@ -151,24 +167,10 @@ def test_over_http_this_machine_alone_is_served(service: ServeProcess, tmp_path:
                 "Accept": "application/json, text/event-stream",
                 "Authorization": f"Bearer {SECRET}",
             }
-            for header, status in (
-                ({}, 200),
-                ({"Host": f"localhost:{port}"}, 200),
-                ({"Origin": f"http://localhost:{port}"}, 200),
-                ({"Host": f"evil.test:{port}"}, 421),
-                ({"Host": "127.0.0.1"}, 421),
-                ({"Origin": "http://evil.test"}, 403),
-                ({"Origin": "null"}, 403),
-                # A page of another program of this machine.
-                ({"Origin": "http://localhost:3000"}, 403),
-                ({"Authorization": ""}, 401),
-                ({"Authorization": f"Bearer {SECRET}x"}, 401),
-                ({"Authorization": f"Bearer {SECRET[:-1]}"}, 401),
-                ({"Authorization": f"Basic {SECRET}"}, 401),
-                ({"Authorization": SECRET}, 401),
-            ):
-                response = httpx.post(url, content=body, headers=headers | header)
-                assert response.status_code == status, header
+            for status, line in HEADERS:
+                name, value = line.format(port=port).split(":", 1)
+                response = httpx.post(url, content=body, headers=headers | {name: value.strip()})
+                assert response.status_code == int(status), line
             assert not listens("127.0.0.2", port)
         finally:
             process.terminate()
@@ -219,70 +221,47 @@ def test_a_key_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.Mo
             assert not given or given not in text(answer)
 
 
-def broken(request: httpx.Request) -> httpx.Response:
-    raise httpx.ConnectError("refused", request=request)
-
-
 @pytest.mark.parametrize(
-    ("handler", "words"),
-    [
-        (broken, ["http://guard.test", "is the service running there?", "--url"]),
-        (lambda _: bodies.error(401, "unauthorized"), ["401 unauthorized", "HALLUTRACER_API_KEY"]),
-        (
-            lambda _: bodies.error(503, "not_ready", "the model is loading"),
-            ["503 not_ready: the model is loading"],
-        ),
-        (
-            lambda _: bodies.error(422, "invalid_request", "too long"),
-            ["422 invalid_request: too long", "rid-1"],
-        ),
-        (
-            lambda _: httpx.Response(200, text="<html>"),
-            ["not as HalluTracer does", "another service"],
-        ),
-    ],
+    ("failure", "message", "words"),
+    cells(
+        """
+        ConnectError |  | http://guard.test; is the service running there?; --url
+        401 unauthorized | because | 401 unauthorized; HALLUTRACER_API_KEY
+        503 not_ready | the model is loading | 503 not_ready: the model is loading
+        422 invalid_request | too long | 422 invalid_request: too long; rid-1
+        200 |  | not as HalluTracer does; another service
+        """
+    ),
 )
 def test_without_a_risk_the_error_has_cause_and_cure(
-    handler: Callable[[httpx.Request], httpx.Response], words: list[str]
+    failure: str, message: str, words: str
 ) -> None:
-    answer = ask(scripted(handler))
+    answer = ask(scripted(Script(failing(failure, message))))
     assert (answer.is_error, answer.structured_content) == (True, None)
     assert "no risk is known" in text(answer)
-    assert all(word in text(answer) for word in words), text(answer)
+    assert all(word in text(answer) for word in words.split("; ")), text(answer)
     assert "Solomon" not in text(answer)
 
 
 @pytest.mark.parametrize(
     ("row", "sentence"),
-    [
-        (
-            {},
-            (
-                "Risk 0.20 of a wrong answer from memory, below the threshold 0.50: it may be"
-                " answered from memory."
-            ),
-        ),
-        (
-            {"risk": 0.5, "outside_training": True},
-            "at or above the threshold 0.50: look it up, or say that you are not",
-        ),
-        (
-            {"outside_training": True},
-            "but the question is outside training, unlike all that the probes were trained on: look"
-            " it up",
-        ),
-        (
-            {"decision": "block"},
-            "below the threshold 0.50, but the question is withheld by the policy: look it up",
-        ),
-        (
-            {"applies": False, "outside_training": False},
-            "The question asks for no fact, so the risk says nothing",
-        ),
-    ],
+    cells(
+        """
+        {} | Risk 0.20 of a wrong answer from memory, below the threshold 0.50: it may be
+        {} | it may be answered from memory.
+        {"risk": 0.5, "outside_training": true} | at or above the threshold 0.50: look it up, or
+        {"risk": 0.5, "outside_training": true} | look it up, or say that you are not
+        {"outside_training": true} | but the question is outside training, unlike all that the
+        {"outside_training": true} | unlike all that the probes were trained on: look it up
+        {"decision": "block"} | below the threshold 0.50, but the question is withheld by the policy
+        {"decision": "block"} | withheld by the policy: look it up
+        {"applies": false, "outside_training": false} | The question asks for no fact, so the risk
+        {"applies": false, "outside_training": false} | so the risk says nothing
+        """
+    ),
 )
-def test_the_sentence_can_be_acted_on(row: dict[str, Any], sentence: str) -> None:
-    assert sentence in text(answered(**row))
+def test_the_sentence_can_be_acted_on(row: str, sentence: str) -> None:
+    assert sentence in text(answered(**json.loads(row)))
 
 
 def test_what_the_service_does_not_tell_is_left_out() -> None:
@@ -292,17 +271,19 @@ def test_what_the_service_does_not_tell_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [
-        (("--url", "localhost:8765"), "http(s)"),
-        (("--port", "0"), "1 to 65535"),
-        (("--url", "http://me:it@h"), "key"),
-    ],
+    cells(
+        """
+        --url localhost:8765 | http(s)
+        --port 0 | 1 to 65535
+        --url http://me:it@h | key
+        """
+    ),
 )
 def test_a_wrong_command_line_is_refused(
-    arguments: tuple[str, ...], word: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(arguments)
+        main(arguments.split())
     assert caught.value.code == 2
     assert word in capsys.readouterr().err
 

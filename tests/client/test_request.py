@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import json
 from typing import Any, cast
@@ -16,22 +17,25 @@ from hallutracer_client.request import request_body
 from service.api.request_schema import ScoreRequest
 from tests.client.conftest import Handler, MakeClient
 from tests.kit import bodies
+from tests.kit.tables import cells, lines
 
 GOOD: list[dict[str, Any]] = [
-    {"prompt": "a"},
+    *map(
+        json.loads,
+        lines(
+            """
+            {"prompt": "a"}
+            {"messages": [{"role": "user", "content": "é 北京"}], "bundle": "demo@canary"}
+            {"prompt": "a", "policy": "block", "deadline_ms": 9, "retrieval_of": "risk-1"}
+            {"prompt": "a", "generate": {"max_tokens": 16, "temperature": 0.5, "stop": ["#"]}}
+            {"prompt": "a", "generate": {}}
+            """
+        ),
+    ),
     {"prompt": ("a", "b"), "include": ("trajectory", "running_mean"), "threshold": 0.0},
-    {
-        "messages": [{"role": "user", "content": "é 北京"}],
-        "bundle": "demo@canary",
-        "policy": "block",
-        "deadline_ms": 9,
-        "retrieval_of": "risk-1",
-    },
     {"input_ids": np.array([[1, 2], [3, 4]]), "model": "m"},
     {"input_ids": [np.int64(3), 4], "generate": Generate(16, 0.5, 0.9, 7, ("\n",))},
     {"input_ids": [], "generate": Generate()},
-    {"prompt": "a", "generate": {"max_tokens": 16, "temperature": 0.5, "stop": ["\n"]}},
-    {"prompt": "a", "generate": {}},
 ]
 
 
@@ -53,36 +57,39 @@ def test_a_stream_asks_for_an_answer_and_what_is_not_given_is_not_sent() -> None
     assert set(ScoreOptions.__annotations__) | {"stream"} == set(ScoreRequest.model_fields)
 
 
+# Options as JSON, the error, and words of it.
+WRONG = [
+    (json.loads(options), getattr(builtins, error), words)
+    for options, error, words in cells(
+        r"""
+        {} | ValueError | exactly one
+        {"prompt": "a", "input_ids": [1]} | ValueError | exactly one
+        {"promt": "a"} | TypeError | 'promt'
+        {"prompt": "a", "include": "trajectory"} | TypeError | include=
+        {"prompt": "a", "generate": {"top": 3}} | TypeError | 'top'; expected one of max_tokens
+        {"prompt": "a", "generate": 3} | TypeError | Generate
+        {"prompt": "a", "generate": [1]} | TypeError | Generate
+        {"prompt": "a", "generate": {"stop": "x"}} | TypeError | stop=
+        {"prompt": "a", "threshold": NaN} | ValueError | NaN
+        {"prompt": "\ud800"} | ValueError | surrogate
+        {"input_ids": [1.5]} | TypeError | integer
+        {"input_ids": "abc"} | TypeError | integer
+        """
+    )
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({}, ValueError, "exactly one"),
-        ({"prompt": "a", "input_ids": [1]}, ValueError, "exactly one"),
-        ({"promt": "a"}, TypeError, "'promt'"),
-        ({"prompt": "a", "include": "trajectory"}, TypeError, "include="),
-        (
-            {"prompt": "a", "generate": {"max_token": 3}},
-            TypeError,
-            "'max_token'; expected one of max_tokens",
-        ),
-        *(({"prompt": "a", "generate": wrong}, TypeError, "Generate") for wrong in (3, [1])),
-        *(
-            ({"prompt": "a", "generate": wrong}, TypeError, "stop=")
-            for wrong in ({"stop": "x"}, Generate(stop="x"))
-        ),
-        ({"prompt": "a", "threshold": float("nan")}, ValueError, "NaN"),
-        ({"prompt": "\ud800"}, ValueError, "surrogate"),
-        ({"input_ids": [1.5]}, TypeError, "integer"),
-        ({"input_ids": "abc"}, TypeError, "integer"),
-    ],
+    ("options", "error", "words"),
+    [*WRONG, ({"prompt": "a", "generate": Generate(stop="x")}, TypeError, "stop=")],
 )
 def test_wrong_arguments_fail_before_anything_is_sent(
-    make_client: MakeClient, options: Any, error: type[Exception], says: str
+    make_client: MakeClient, options: Any, error: type[Exception], words: str
 ) -> None:
     sent: list[httpx.Request] = []
     client = make_client(recording(sent))
     for call in (client.score, client.stream):
-        with pytest.raises(error, match=says) as caught:
+        with pytest.raises(error, match=words) as caught:
             call(**options)
         assert caught.value.__cause__ is None
         assert caught.value.__context__ is None  # a codec's error carries the whole prompt
@@ -91,13 +98,7 @@ def test_wrong_arguments_fail_before_anything_is_sent(
 
 def test_a_prompt_may_be_given_by_its_place(make_client: MakeClient) -> None:
     sent: list[httpx.Request] = []
-    made = make_client(recording(sent))
-
-    def score(*prompts: Any, **more: Any) -> None:
-        result = made.client.score(*prompts, **more)
-        if made.kind == "async":
-            made._loop.run_until_complete(result)
-
+    score = make_client(recording(sent)).score
     score("Why?", threshold=0.5)
     score(["a", "b"], generate={"max_tokens": 16})
     assert [json.loads(request.content) for request in sent] == [
@@ -141,12 +142,16 @@ def test_keys_and_addresses_that_are_none_are_refused_unseen(make_client: MakeCl
         assert not key or key not in str(caught.value)
     for address in (
         "",
-        "127.0.0.1:8765",
-        "ftp://host",
-        "http://",
-        "http://host?x=1",
-        "http://user:pass@host",
-        "http://h:x",
+        *lines(
+            """
+            127.0.0.1:8765
+            ftp://host
+            http://
+            http://host?x=1
+            http://user:pass@host
+            http://h:x
+            """
+        ),
     ):
         with pytest.raises(ValueError, match="base_url") as caught:
             make_client(lambda _: httpx.Response(200), base_url=address)

@@ -3,9 +3,7 @@ private."""
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 import traceback
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -17,6 +15,7 @@ import hallutracer_client as hc
 from hallutracer_client.results import InvalidBody, parse
 from tests.client.conftest import BlockingClient, MakeClient
 from tests.kit import bodies
+from tests.kit.tables import cells
 
 SECRET, PROMPT = "sk-very-secret", "why is my private question here"
 
@@ -67,50 +66,58 @@ def test_whatever_is_not_continue_is_gated() -> None:
         assert caught.value.risk.message == "I am not sure."
 
 
-MISSING = object()
-FAULTS = [
-    *(
-        (path, MISSING)
-        for path in (
-            *("id", "object", "created", "model", "policy", "bundle", "data", "usage"),
-            "bundle.digest",
-            *(
-                f"data.0.{name}"
-                for name in ("risk", "depth_mean", "decision", "flagged", "threshold", "index")
-            ),
-            *("usage.prompt_tokens", "usage.total_tokens"),
-        )
-    ),
-    *(
-        (f"data.0.{name}", value)
-        for name in ("risk", "depth_mean", "threshold")
-        for value in (math.nan, math.inf)
-    ),
-    ("object", "list"),
-    ("data", []),
-    ("data", {}),
-    ("data.0.risk", "0.1"),
-    ("data.0.risk", 1.5),
-    ("data.0.flagged", 1),
-    ("data.0.decision", None),
-    ("bundle.version", "3"),
-    ("usage.prompt_tokens", -1),
-    ("data.0.trajectory", ["x"]),
-    ("guarantee.holds", 1),
-]
+# Fields, and as JSON what stands there, unless they are missing.
+FAULTS = cells(
+    """
+    id | missing
+    object | missing
+    created | missing
+    model | missing
+    policy | missing
+    bundle | missing
+    data | missing
+    usage | missing
+    bundle.digest | missing
+    data.0.risk | missing
+    data.0.depth_mean | missing
+    data.0.decision | missing
+    data.0.flagged | missing
+    data.0.threshold | missing
+    data.0.index | missing
+    usage.prompt_tokens | missing
+    usage.total_tokens | missing
+    data.0.risk | NaN
+    data.0.risk | Infinity
+    data.0.depth_mean | NaN
+    data.0.depth_mean | Infinity
+    data.0.threshold | NaN
+    data.0.threshold | Infinity
+    object | "list"
+    data | []
+    data | {}
+    data.0.risk | "0.1"
+    data.0.risk | 1.5
+    data.0.flagged | 1
+    data.0.decision | null
+    bundle.version | "3"
+    usage.prompt_tokens | -1
+    data.0.trajectory | ["x"]
+    guarantee.holds | 1
+    """
+)
 
 
-@pytest.mark.parametrize(("path", "value"), FAULTS)
-def test_a_missing_field_and_a_wrong_value_are_named(path: str, value: Any) -> None:
-    body = copy.deepcopy(bodies.result(guarantee={"alpha": 0.1, "delta": 0.05, "holds": False}))
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+@pytest.mark.parametrize(("path", "text"), FAULTS)
+def test_a_missing_field_and_a_wrong_value_are_named(path: str, text: str) -> None:
+    body = bodies.result(guarantee={"alpha": 0.1, "delta": 0.05, "holds": False})
+    *parents, last = path.split(".")
     holder: Any = body
     for part in parents:
-        holder = holder[part]
-    if value is MISSING:
+        holder = holder[int(part) if part.isdigit() else part]
+    if text == "missing":
         del holder[last]
     else:
-        holder[last] = value
+        holder[last] = json.loads(text)
     with pytest.raises(InvalidBody, match=f"field '{path}"):
         parse(hc.ScoreResult, json.dumps(body))
 
@@ -140,31 +147,34 @@ def test_answers_of_others_are_said_to_be_so(
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "kind"),
-    [
-        (400, "invalid_json", hc.RequestRefused),
-        (401, "unauthorized", hc.Unauthorized),
-        (404, "not_found", hc.NotFound),
-        (405, "method_not_allowed", hc.RequestRefused),
-        (413, "prompt_too_long", hc.RequestRefused),
-        (422, "empty_prompt", hc.RequestRefused),
-        (429, "overloaded", hc.Overloaded),
-        (500, "engine_error", hc.ServerError),
-        (503, "not_ready", hc.NotReady),
-        (504, "deadline_exceeded", hc.DeadlineExceeded),
-    ],
+    ("status", "code", "name"),
+    cells(
+        """
+        400 | invalid_json | RequestRefused
+        401 | unauthorized | Unauthorized
+        404 | not_found | NotFound
+        405 | method_not_allowed | RequestRefused
+        413 | prompt_too_long | RequestRefused
+        422 | empty_prompt | RequestRefused
+        429 | overloaded | Overloaded
+        500 | engine_error | ServerError
+        503 | not_ready | NotReady
+        504 | deadline_exceeded | DeadlineExceeded
+        """
+    ),
 )
 def test_every_status_has_its_class(
-    make_client: MakeClient, status: int, code: str, kind: type[hc.APIError]
+    make_client: MakeClient, status: str, code: str, name: str
 ) -> None:
     client = make_client(
-        lambda _: bodies.error(status, code, "the cause", **{"retry-after": "7"}), max_retries=0
+        lambda _: bodies.error(int(status), code, "the cause", **{"retry-after": "7"}),
+        max_retries=0,
     )
-    with pytest.raises(kind) as caught:
+    with pytest.raises(hc.APIError) as caught:
         client.score(prompt="a")
     error = caught.value
-    assert type(error) is kind
-    assert (error.status, error.code, error.message) == (status, code, "the cause")
+    assert type(error) is getattr(hc, name)
+    assert (error.status, error.code, error.message) == (int(status), code, "the cause")
     assert (error.request_id, error.retry_after) == ("rid-1", 7.0)
     assert str(error) == f"{status} {code}: the cause [request rid-1]"
 

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 import pytest
 
 import hallutracer_client as hc
 from hallutracer_client.wire import Attempts, refusal
-from tests.client.conftest import MakeClient
+from tests.client.conftest import MakeClient, Script, failing
 from tests.kit import bodies
-
-
-class Script:
-    """Answers one by one; counts the requests."""
-
-    def __init__(self, *steps: Any) -> None:
-        self.steps = list(steps)
-        self.seen: list[httpx.Request] = []
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.seen.append(request)
-        step = self.steps[min(len(self.seen), len(self.steps)) - 1]
-        if isinstance(step, Exception):
-            raise step
-        return step() if callable(step) else step  # type: ignore[no-any-return]
+from tests.kit.tables import cells, lines
 
 
 def ok() -> httpx.Response:
@@ -38,19 +23,21 @@ def busy(after: str | None = None) -> Callable[[], httpx.Response]:
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [
-        busy(),
-        lambda: bodies.error(503, "not_ready"),
-        lambda: httpx.Response(503, html="<h1>busy</h1>"),
-        httpx.ConnectError("refused"),
-        httpx.ConnectTimeout("slow"),
-        httpx.RemoteProtocolError("hung up"),
-        httpx.ReadError("reset"),
-    ],
+    "text",
+    lines(
+        """
+        429 overloaded
+        503 not_ready
+        503
+        ConnectError
+        ConnectTimeout
+        RemoteProtocolError
+        ReadError
+        """
+    ),
 )
-def test_these_are_tried_again(make_client: MakeClient, failure: Any) -> None:
-    script = Script(failure, failure, ok)
+def test_these_are_tried_again(make_client: MakeClient, text: str) -> None:
+    script = Script(failing(text), failing(text), ok)
     client = make_client(script)
     assert client.score(prompt="a").risk == 0.1
     assert len(script.seen) == 3
@@ -59,20 +46,22 @@ def test_these_are_tried_again(make_client: MakeClient, failure: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "kind"),
-    [
-        (lambda: bodies.error(500, "engine_error"), hc.ServerError),
-        (lambda: bodies.error(422, "invalid_request"), hc.APIError),
-        (lambda: bodies.error(504, "deadline_exceeded"), hc.ServerError),
-        (lambda: httpx.Response(502), hc.UnexpectedAnswer),
-        (httpx.ReadTimeout("slow"), hc.TimedOut),
-        (httpx.WriteTimeout("slow"), hc.TimedOut),
-        (lambda: httpx.Response(200, json={}), hc.UnexpectedAnswer),
-    ],
+    ("text", "error"),
+    cells(
+        """
+        500 engine_error | ServerError
+        422 invalid_request | APIError
+        504 deadline_exceeded | ServerError
+        502 | UnexpectedAnswer
+        200 | UnexpectedAnswer
+        ReadTimeout | TimedOut
+        WriteTimeout | TimedOut
+        """
+    ),
 )
-def test_these_are_not(make_client: MakeClient, failure: Any, kind: type[hc.ClientError]) -> None:
-    client = make_client(script := Script(failure, ok))
-    with pytest.raises(kind):
+def test_these_are_not(make_client: MakeClient, text: str, error: str) -> None:
+    client = make_client(script := Script(failing(text), ok))
+    with pytest.raises(getattr(hc, error)):
         client.score(prompt="a")
     assert (len(script.seen), client.time.slept) == (1, [])
 
@@ -170,11 +159,8 @@ def test_jitter_is_full_and_the_backoff_is_capped() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused(make_client: MakeClient) -> None:
-    for options in (
-        {"timeout": 0},
-        {"timeout": float("nan")},
-        {"timeout": float("inf")},
-        {"max_retries": -1},
-    ):
+    for timeout in (0, float("nan"), float("inf")):
         with pytest.raises(ValueError):
-            make_client(Script(ok), **options)
+            make_client(Script(ok), timeout=timeout)
+    with pytest.raises(ValueError):
+        make_client(Script(ok), max_retries=-1)

@@ -158,19 +158,11 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
         "classifier": Classifier((1.5, 0.25, -0.5, 0.125)[: len(signals)], -0.125),
         "threshold": 0.5,
         "training": TRAINING,
-        "context": None,
-        "guarantee": None,
-        "guarantee_shapes": None,
-        "recalibration": None,
-        "answer": None,
-        "guarantee_reads_answers": None,
-        "guarantee_strata": None,
+        "uncertainty": dataclasses.replace(UNCERTAINTY, interval=None),
     }
-    fields = {name: changes.pop(name, value) for name, value in fields.items()}
     near = "uncertainty" in changes
-    fields["uncertainty"] = changes.pop(
-        "uncertainty", dataclasses.replace(UNCERTAINTY, interval=None)
-    )
+    names = {field.name for field in dataclasses.fields(Manifest)}
+    fields |= {name: changes.pop(name) for name in names & changes.keys()}
     manifest = Manifest(**records, **fields)
     generator = np.random.default_rng(seed)
     layers = model.num_layers

@@ -10,16 +10,16 @@ from __future__ import annotations
 import base64
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
+
+from tests.kit.local_server import QuietHandler, answer, served
 
 TOKEN = "hf_of_the_tests"
 LARGE = (".safetensors", ".png", ".bin", ".pkl")
@@ -96,7 +96,7 @@ class Refused(Exception):
     """The request has been answered with an error."""
 
 
-class Request(BaseHTTPRequestHandler):
+class Request(QuietHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
 
@@ -116,22 +116,10 @@ class Request(BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_PUT = do_GET
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
     def answer(
         self, status: int, body: bytes, kind: str = "application/octet-stream", **headers: str
     ) -> None:
-        self.send_response(status)
-        for name, value in {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-            **headers,
-        }.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        answer(self, status, body, kind, **headers)
 
     def json(self, document: Any, status: int = 200) -> None:
         self.answer(status, json.dumps(document).encode(), "application/json")
@@ -324,12 +312,6 @@ class Request(BaseHTTPRequestHandler):
 @contextmanager
 def hub_stand_in() -> Iterator[Hub]:
     hub = Hub()
-    handler = type("Bound", (Request,), {"hub": hub})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = True
-        hub.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
+    with served(type("Bound", (Request,), {"hub": hub})) as address:
+        hub.url = f"http://{address}"
+        yield hub

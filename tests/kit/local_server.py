@@ -24,11 +24,30 @@ def free_port() -> int:
     raise OSError("no free port in 99 attempts")
 
 
+class QuietHandler(BaseHTTPRequestHandler):
+    """One that writes no log."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """``host:port`` of a server with this handler."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:  # left alone on a closed socket, its thread would spin to the end of the run
+            server.shutdown()
+
+
 @contextmanager
 def listening(behave: Behaviour, protocol: str = "HTTP/1.0") -> Iterator[str]:
     """``host:port`` of a server that calls ``behave`` for each request."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         protocol_version = protocol
 
         def do_POST(self) -> None:
@@ -36,16 +55,8 @@ def listening(behave: Behaviour, protocol: str = "HTTP/1.0") -> Iterator[str]:
 
         do_GET = do_HEAD = do_PUT = do_POST
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:  # left alone on a closed socket, its thread would spin to the end of the run
-            server.shutdown()
+    with served(Handler) as address:
+        yield address
 
 
 def answer(
@@ -60,4 +71,5 @@ def answer(
     for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
         request.send_header(name.replace("_", "-"), value)
     request.end_headers()
-    request.wfile.write(body)
+    if request.command != "HEAD":
+        request.wfile.write(body)

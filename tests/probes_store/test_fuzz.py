@@ -77,25 +77,17 @@ def splice(draw: random.Random, data: bytes) -> bytes:
     )
 
 
-def raw(change: Change) -> Mutator:
-    """A change of one file, with all hashes as they were."""
+def of_a_file(change: Change, *, sealed: bool = False) -> Mutator:
+    """A change of one file with all hashes as they were, or of one tensor file with its hash, the
+    digest and the seal made right again."""
 
     def mutate(draw: random.Random, files: Files) -> None:
-        name = draw.choice(list(files))
-        files[name] = change(draw, files[name])
-
-    return mutate
-
-
-def resealed(change: Change) -> Mutator:
-    """A change of one tensor file, with its hash, the digest and the seal made right again."""
-
-    def mutate(draw: random.Random, files: Files) -> None:
-        name = draw.choice(list(files)[1:])
-        data = change(draw, files[name])
-        document = json.loads(files["bundle.json"])
-        document["files"][name] = {"bytes": len(data), "sha256": sha256(data)}
-        files[name], files["bundle.json"] = data, reseal(document)
+        name = draw.choice(list(files)[int(sealed) :])
+        files[name] = data = change(draw, files[name])
+        if sealed:
+            document = json.loads(files["bundle.json"])
+            document["files"][name] = {"bytes": len(data), "sha256": sha256(data)}
+            files["bundle.json"] = reseal(document)
 
     return mutate
 
@@ -200,12 +192,12 @@ def json_text(draw: random.Random, files: Files) -> None:
 
 
 MUTATORS: dict[str, Mutator] = {
-    "bits": raw(flip),
-    "pieces": raw(splice),
-    "bits, resealed": resealed(flip),
-    "pieces, resealed": resealed(splice),
-    "headers, resealed": resealed(header),
-    "numbers, resealed": resealed(numbers),
+    "bits": of_a_file(flip),
+    "pieces": of_a_file(splice),
+    "bits, resealed": of_a_file(flip, sealed=True),
+    "pieces, resealed": of_a_file(splice, sealed=True),
+    "headers, resealed": of_a_file(header, sealed=True),
+    "numbers, resealed": of_a_file(numbers, sealed=True),
     "manifest": manifest,
     "manifest's text": json_text,
 }

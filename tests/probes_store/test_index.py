@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 from probes_store.bucket import Objects
-from probes_store.bundle import render
 from probes_store.errors import StoreRefused
 from probes_store.index import INDEX, Offer, auroc_of, index_bytes, joined, read_index
-from probes_store.manifest import manifest_bytes
-from probes_store.remote import RemoteBackend
+from probes_store.manifest import MANIFEST
 from probes_store.store import Store
 from tests.kit.bundles import make_draft
+from tests.kit.tables import lines
 
 EVALUATION = {
     "signal_of_the_bundle": "depth_mean",
     "cross_validation": {"signals": {"depth_mean": {"auroc": {"mean": 0.75}}}},
 }
-MANIFEST = manifest_bytes(render(make_draft())[0])
 OFFER = Offer("tiny", (1, 2), "owner/tiny", "f" * 64, 0.75)
 
 
@@ -31,19 +28,21 @@ def test_an_index_is_read_as_it_was_written() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"name": "../tiny"},
-        {"versions": [0]},
-        {"versions": ["1"]},
-        {"versions": []},
-        {"model": ""},
-        {"auroc": 2.0},
-        {"more": 1},
-    ],
+    lines(
+        """
+        {"name": "../tiny"}
+        {"versions": [0]}
+        {"versions": ["1"]}
+        {"versions": []}
+        {"model": ""}
+        {"auroc": 2.0}
+        {"more": 1}
+        """
+    ),
 )
-def test_a_damaged_index_offers_nothing(change: dict[str, Any]) -> None:
+def test_a_damaged_index_offers_nothing(change: str) -> None:
     document = json.loads(index_bytes([OFFER]))
-    document["bundles"][0].update(change)
+    document["bundles"][0].update(json.loads(change))
     for damaged in (json.dumps(document).encode(), b"[]", b"damaged"):
         assert read_index(damaged) == ()
 
@@ -59,46 +58,36 @@ def test_versions_of_one_model_are_one_offer_with_the_newest_figure() -> None:
     assert auroc_of({}) is None
 
 
-class Listing(RemoteBackend):
-    """A store with two versions, and the index that a test gives it."""
-
-    def __init__(self, index: bytes | None) -> None:
-        self.given = index
-        self.read = list[int]()
-
-    children = files = add = mend = None  # nobody asks for them
-
-    def fetch(self, file: str, name: str = "", version: int = 0) -> bytes | None:
-        assert (file, name) == (INDEX, "")
-        return self.given
-
-    def names(self) -> list[str]:
-        return ["tiny"]
-
-    def versions(self, name: str) -> set[int]:
-        return {1, 2}
-
-    def manifest(self, name: str, version: int) -> bytes:
-        self.read.append(version)
-        return b"damaged" if version == 1 else MANIFEST
-
-
 @pytest.mark.parametrize(
     ("index", "versions", "read"),
     [
         (index_bytes([OFFER]), [(1, 2)], []),
-        (index_bytes([Offer("tiny", (1, 9), "m", "f", None)]), [(1,), (1,)], [2]),
-        (index_bytes([Offer("gone", (1,), "m", "f", None)]), [(1,)], [1, 2]),
-        (b"damaged", [(1,)], [1, 2]),
-        (None, [(1,)], [1, 2]),
+        (index_bytes([Offer("tiny", (1, 9), "m", "f", None)]), [(1,), (2,)], [2]),
+        (index_bytes([Offer("gone", (1,), "m", "f", None)]), [(2,)], [1, 2]),
+        (b"damaged", [(2,)], [1, 2]),
+        (None, [(2,)], [1, 2]),
     ],
 )
 def test_what_an_index_lacks_is_looked_up_and_what_is_not_there_is_passed_over(
-    index: bytes | None, versions: list[tuple[int, ...]], read: list[int]
+    memory_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    index: bytes | None,
+    versions: list[tuple[int, ...]],
+    read: list[int],
 ) -> None:
-    store = Listing(index)
+    store, objects = Store(memory_url), Objects(memory_url)
+    for seed in range(2):
+        store.publish(make_draft(seed))
+    objects.put(f"tiny/1/{MANIFEST}", b"damaged")
+    real, paths = Objects.read, list[str]()
+
+    def watched(self: Objects, path: str, limit: int) -> bytes | None:
+        paths.append(path)
+        return index if path == INDEX else real(self, path, limit)
+
+    monkeypatch.setattr(Objects, "read", watched)
     assert [offer.versions for offer in store.offers()] == versions
-    assert store.read == read
+    assert paths == [INDEX, *(f"tiny/{version}/{MANIFEST}" for version in read)]
 
 
 def test_whoever_publishes_writes_the_index(

@@ -35,6 +35,7 @@ from probes_store.syntax import canonical_json, parse_json, plain, readable_json
 from tests.kit import bundles as f
 from tests.kit.bundles import ANSWER, ASKS, CONTEXT, GUARANTEE, PASSAGE, STATED, make_draft
 from tests.kit.reseal import reseal, sha256
+from tests.kit.tables import cells
 
 FIELDS = (Path(probes_store.__file__).parent / "FIELDS.md").read_text(encoding="utf-8")
 TRAINING, OTHER = f.TRAINING, "sha256:" + "9" * 64
@@ -233,19 +234,29 @@ VALUES: dict[str, Any] = {
 }
 # Which of these a type takes that is not called as one of them is.
 TAKEN = {"any": {"string", "empty"}, "true": {"bool"}, "choice": set[str]()}
-# By type, which FIELDS.md spells so, values of its kind that it does not take.
-OUTSIDE: dict[str, list[Any]] = {
-    **dict.fromkeys(("bool", "string", "any string", "choice", "object", "float"), []),
-    "true": [False],
-    "int": [2**60],
-    "int >= 0": [-1, 2**60],
-    "int >= 1": [0, 2**60],
-    "int >= 2": [1, 2**60],
-    "float >= 0": [-0.1],
-    "float > 0": [0.0, -0.1],
-    "float in (0, 1)": [0.0, 1.0],
-    "float in (0, 1]": [0.0, 1.01],
-    "float in [0, 1]": [-0.01, 1.01],
+# By type, which FIELDS.md spells so, as JSON the values of its kind that it does not take.
+OUTSIDE = {
+    kind: json.loads(values)
+    for kind, values in cells(
+        """
+        bool | []
+        string | []
+        any string | []
+        choice | []
+        object | []
+        float | []
+        true | [false]
+        int | [1152921504606846976]
+        int >= 0 | [-1, 1152921504606846976]
+        int >= 1 | [0, 1152921504606846976]
+        int >= 2 | [1, 1152921504606846976]
+        float >= 0 | [-0.1]
+        float > 0 | [0.0, -0.1]
+        float in (0, 1) | [0.0, 1.0]
+        float in (0, 1] | [0.0, 1.01]
+        float in [0, 1] | [-0.01, 1.01]
+        """
+    )
 }
 
 
@@ -317,78 +328,76 @@ def test_files() -> None:
             refuses(BadValue, f"files.README.md.{field}", DOCUMENT | {"files": files | changes})
 
 
-# The field that the error names, and its value, or values of its record that do not go together.
-ISOTONIC = {"method": "isotonic", "knots": list(STEPS.knots), "values": list(STEPS.values)}
-UNRELATED: list[tuple[str, Any]] = [
-    *(("name", name) for name in ("Tiny", "../tiny", "a..b", "tiny\n", "a" * 65)),
-    *(("created", f"2026-{time}") for time in ("01-01", "02-30T00:00:00Z", "01-01T00:00:00+01:00")),
-    *(("signals", names) for names in ([], ["passage"], ["depth_mean", "depth_mean"])),
-    *(("guarantee_shapes", shapes) for shapes in ([], ["alone", "alone"])),
-    *(
-        (f"training.{name}", values)
-        for name in ("shapes", "scripts")
-        for values in ([], ["a", "a"])
-    ),
-    ("training.rows", 3),
-    ("training.seeds", []),
-    ("guarantee.p_value", 0.06),
-    ("guarantee.hallucinated", 101),
-    ("guarantee.hallucinated", {"groups": 201}),
-    ("guarantee.hallucinated", {"all_groups": 500}),
-    ("guarantee.groups", {"threshold": 0.0}),
-    ("guarantee.threshold", 0.3),
-    ("guarantee_strata[1].p_value", 0.03),
-    ("guarantee_strata[1].hallucinated", 61),
-    ("guarantee_strata[1].hallucinated", {"groups": 91}),
-    ("guarantee_strata[1].hallucinated", {"labelled": 101}),
-    ("guarantee_strata[1].groups", {"threshold": 0.0}),
-    ("recalibration.a", {"a": 0.0, "b": 0.0}),
-    ("recalibration.knots", {"method": "isotonic"}),
-    ("recalibration.knots", {"knots": [0.0, 1.0], "values": [0.1, 0.9]}),
-    ("recalibration.values", [0.5]),
-    *(
-        ("recalibration.values", ISOTONIC | {"values": values})
-        for values in (
-            [0.1, 0.2, 0.6],
-            [0.1, 0.2, 0.2, 0.9],
-            [0.0, 0.2, 0.6, 0.9],
-            [0.1, 0.2, 0.6, 1.0],
-        )
-    ),
-    *(
-        ("recalibration.knots", ISOTONIC | {"knots": knots})
-        for knots in ([0.0, 0.5, 0.5, 1.0], [0.1, 0.2, 0.5, 1.0], [0.0, 0.2, 0.5, 0.9])
-    ),
-    ("context.probes[2].positive", 100),
-    ("context.probes[2].positive", {"rows": 60}),
-    ("answer.hallucinated", 300),
-    ("answer.hallucinated", {"rows": 120}),
-    *(
-        ("chat_template.arguments", {"arguments": arguments})
-        for arguments in (
-            {},
-            {"": 1},
-            {"a b": 1},
-            {"messages": "x"},
-            {"tools": False},
-            {"tokenize": True},
-            dict.fromkeys("abcdefghijklmnopq", 1),  # one too many
-            *(
-                {"a": None},
-                {"a": [1]},
-                {"a": {"b": 1}},
-                {"a": "x" * 257},
-                {"a": "\n"},
-                {"a": 2**60},
-                {"a": 10**400},
-            ),
-        )
-    ),
+# The field that the error names, and as JSON its value, or values of its record that do not go
+# together.
+UNRELATED = cells(
+    r"""
+    name | "Tiny"
+    name | "../tiny"
+    name | "a..b"
+    name | "tiny\u000a"
+    created | "2026-01-01"
+    created | "2026-02-30T00:00:00Z"
+    created | "2026-01-01T00:00:00+01:00"
+    signals | []
+    signals | ["passage"]
+    signals | ["depth_mean", "depth_mean"]
+    guarantee_shapes | []
+    guarantee_shapes | ["alone", "alone"]
+    training.shapes | []
+    training.shapes | ["a", "a"]
+    training.scripts | []
+    training.scripts | ["a", "a"]
+    training.rows | 3
+    training.seeds | []
+    guarantee.p_value | 0.06
+    guarantee.hallucinated | 101
+    guarantee.hallucinated | {"groups": 201}
+    guarantee.hallucinated | {"all_groups": 500}
+    guarantee.groups | {"threshold": 0.0}
+    guarantee.threshold | 0.3
+    guarantee_strata[1].p_value | 0.03
+    guarantee_strata[1].hallucinated | 61
+    guarantee_strata[1].hallucinated | {"groups": 91}
+    guarantee_strata[1].hallucinated | {"labelled": 101}
+    guarantee_strata[1].groups | {"threshold": 0.0}
+    recalibration.a | {"a": 0.0, "b": 0.0}
+    recalibration.knots | {"method": "isotonic"}
+    recalibration.knots | {"knots": [0.0, 1.0], "values": [0.1, 0.9]}
+    recalibration.knots | {"method":"isotonic", "knots":[0.0, 0.5, 0.5], "values":[0.1, 0.2, 0.6]}
+    recalibration.knots | {"method":"isotonic", "knots":[0.1, 0.2, 1.0], "values":[0.1, 0.2, 0.6]}
+    recalibration.knots | {"method":"isotonic", "knots":[0.0, 0.2, 0.9], "values":[0.1, 0.2, 0.6]}
+    recalibration.values | [0.5]
+    recalibration.values | {"method":"isotonic", "knots":[0.0, 0.5, 1.0], "values":[0.1, 0.2]}
+    recalibration.values | {"method":"isotonic", "knots":[0.0, 0.5, 1.0], "values":[0.1, 0.2, 0.2]}
+    recalibration.values | {"method":"isotonic", "knots":[0.0, 0.5, 1.0], "values":[0.0, 0.2, 0.6]}
+    recalibration.values | {"method":"isotonic", "knots":[0.0, 0.5, 1.0], "values":[0.1, 0.2, 1.0]}
+    context.probes[2].positive | 100
+    context.probes[2].positive | {"rows": 60}
+    answer.hallucinated | 300
+    answer.hallucinated | {"rows": 120}
+    chat_template.arguments | {"arguments": {}}
+    chat_template.arguments | {"arguments": {"": 1}}
+    chat_template.arguments | {"arguments": {"a b": 1}}
+    chat_template.arguments | {"arguments": {"messages": "x"}}
+    chat_template.arguments | {"arguments": {"tools": false}}
+    chat_template.arguments | {"arguments": {"tokenize": true}}
+    chat_template.arguments | {"arguments": {"a": null}}
+    chat_template.arguments | {"arguments": {"a": [1]}}
+    chat_template.arguments | {"arguments": {"a": {"b": 1}}}
+    chat_template.arguments | {"arguments": {"a": "\u000a"}}
+    chat_template.arguments | {"arguments": {"a": 1152921504606846976}}
+    """
+)
+TOO_LARGE: list[tuple[str, Any]] = [
+    ("name", "a" * 65),
+    ("chat_template.arguments", {"arguments": dict.fromkeys("abcdefghijklmnopq", 1)}),
+    *(("chat_template.arguments", {"arguments": {"a": a}}) for a in ("x" * 257, 10**400)),
 ]
 
 
 def test_values_that_do_not_go_together_are_refused_by_name() -> None:
-    for field, value in UNRELATED:
+    for field, value in (*((name, json.loads(text)) for name, text in UNRELATED), *TOO_LARGE):
         record, _, name = field.rpartition(".")
         change = value if isinstance(value, dict) else {name: value}
         refuses(BadValue, field, changed(EVERYTHING, record, change))

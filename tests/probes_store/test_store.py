@@ -32,6 +32,7 @@ from probes_store.syntax import is_url
 from probes_store.tensors import ProbeTensors
 from probes_store.transfer import copy
 from tests.kit.bundles import ANSWER, make_draft, write_bundle
+from tests.kit.tables import lines
 from tests.probes_store.conftest import S3_LONG, Opens
 
 FORK = multiprocessing.get_context("fork")
@@ -84,11 +85,8 @@ def test_versions_count_up_never_change_and_equal_content_is_not_copied(
         assert (found.answer is None) == (made is first)
         assert found.files() == made.files()
     listed = there.list()
-    assert [(one.reference, one.error) for one in listed] == [
-        ("other:1", None),
-        ("tiny:1", None),
-        ("tiny:2", None),
-    ]
+    assert [summary.reference for summary in listed] == ["other:1", "tiny:1", "tiny:2"]
+    assert {summary.error for summary in listed} == {None}
     assert listed[2].manifest == second.manifest
 
 
@@ -292,51 +290,51 @@ def test_concurrent_aliases_are_not_lost(where: str, opens: Opens, tmp_path: Pat
 
 
 ESCAPES = [
-    "",
-    ".",
-    "..",
-    "../tiny",
-    "tiny/../..",
-    "/etc",
-    "tiny/1",
-    "a..b",
-    "tiny:0",
-    "tiny:01",
-    "tiny:-1",
-    "tiny:1/..",
-    "tiny:",
-    "tiny:latest",
-    "tiny:1\n",
-    "tiny\n",
-    "tiny\0",
-    "tiny@",
-    "tiny@..",
-    "tiny@a/b",
-    "tiny@a@b",
-    "tiny@a:1",
-    "tiny:1@a",
-    "Tiny",
-    ".tiny",
-    "-tiny",
-    "~root",
-    "tiny:١",
-    "tiny:9999999999",
-    "ti ny",
-    "C:\\x",
-    "tiny\\..",
-    "a" * 65,
-    "%2e%2e",
-    "tiny@sha256:",
+    *lines(
+        r"""
+        .
+        ..
+        ../tiny
+        tiny/../..
+        /etc
+        tiny/1
+        a..b
+        tiny:0
+        tiny:01
+        tiny:-1
+        tiny:1/..
+        tiny:
+        tiny:latest
+        tiny@
+        tiny@..
+        tiny@a/b
+        tiny@a@b
+        tiny@a:1
+        tiny:1@a
+        Tiny
+        .tiny
+        -tiny
+        ~root
+        tiny:١
+        tiny:9999999999
+        ti ny
+        C:\x
+        tiny\..
+        %2e%2e
+        tiny@sha256:
+        """
+    ),
+    *("", "tiny:1\n", "tiny\n", "tiny\0", "a" * 65),
     *(
-        f"{before}{digest}"
-        for before, digest in (
-            ("tiny@sha256:", "a" * 63),
-            ("tiny@sha256:", "A" * 64),
-            ("tiny@sha256:", "a" * 64 + "\n"),
-            ("@sha256:", "a" * 64),
-            ("tiny:@sha256:", "a" * 64),
-            ("tiny@sha512:", "a" * 64),
-            (f"tiny@sha256:{'a' * 64}@sha256:", "a" * 64),
+        reference.format(digest="a" * 64)
+        for reference in (
+            "tiny@sha256:{digest:.63}",
+            "tiny@sha256:A{digest:.63}",
+            "tiny@sha256:{digest}\n",
+            "@sha256:{digest}",
+            "tiny:@sha256:{digest}",
+            "tiny@sha512:{digest}",
+            "tiny@sha256:{digest}@sha256:{digest}",
         )
     ),
 ]
@@ -491,9 +489,7 @@ def test_a_kill_in_the_middle_of_publish_leaves_nothing_visible(store: Store) ->
         process.join()
         if process.exitcode != -signal.SIGKILL:
             break
-        if (
-            store.root / "tiny" / "2"
-        ).exists():  # killed after the rename: then it is there, and whole
+        if (store.root / "tiny" / "2").exists():  # killed after the rename: it is whole
             assert store.verify("tiny:2").reference == "tiny:2"
             shutil.rmtree(store.root / "tiny" / "2")
             continue
@@ -501,15 +497,12 @@ def test_a_kill_in_the_middle_of_publish_leaves_nothing_visible(store: Store) ->
         assert [summary.reference for summary in store.list()] == ["tiny:1"]
         assert store.resolve("tiny").name == "1"
         assert before.items() <= files(store.root).items()
-    assert (
-        process.exitcode == call - 1 > 8
-    )  # the last run was not killed, and the kills went through all its calls
+    # The last run was not killed, and the kills went through all its calls.
+    assert process.exitcode == call - 1 > 8
     assert left >= 8
     assert store.load("tiny").reference == "tiny:2"
-    assert sorted(os.listdir(store.root / "tiny")) == [
-        "1",
-        "2",
-    ]  # and it cleaned up after the killed ones
+    # It cleaned up after the killed ones.
+    assert sorted(os.listdir(store.root / "tiny")) == ["1", "2"]
 
 
 def test_a_busy_publishers_folder_is_left_alone(store: Store) -> None:

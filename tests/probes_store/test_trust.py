@@ -34,10 +34,14 @@ from tests.kit.reseal import edit_manifest, replace_file
 from tests.probes_store.conftest import Opens
 
 
+def requiring(store: Store, public: Path) -> Store:
+    """The same store, where a signature by this key is required."""
+    return Store(store.root, [SHIPPED], trust=Trust(required_signature(str(public))))
+
+
 @pytest.fixture
 def strict(store: Store, keys: KeyPair) -> Store:
-    """The same store, where a signature is required."""
-    return Store(store.root, [SHIPPED], trust=Trust(required_signature(str(keys.public))))
+    return requiring(store, keys.public)
 
 
 def signed(store: Store, keys: KeyPair, seed: int = 0) -> Bundle:
@@ -154,10 +158,10 @@ def test_certificates(store: Store, tmp_path: Path) -> None:
     (ours, root), (theirs, other) = certified(tmp_path, "ours"), certified(tmp_path, "theirs")
     store.publish(make_draft())
     store.sign("tiny", Signing(ours.private, certificate=ours.public, chain=[root]))
-    trusting = Store(store.root, trust=Trust(required_signature(str(root))))
+    trusting = requiring(store, root)
     assert trusting.load("tiny").reference == "tiny:1"
     with pytest.raises(SignatureMismatch, match=r"theirs-root\.crt"):
-        Store(store.root, trust=Trust(required_signature(str(other)))).load("tiny")
+        requiring(store, other).load("tiny")
     store.sign("tiny", Signing(theirs.private, certificate=theirs.public))  # over the other one
     with pytest.raises(SignatureMismatch):
         trusting.load("tiny")
@@ -169,17 +173,12 @@ def test_the_tool_of_others_agrees(store: Store, strict: Store, keys: KeyPair) -
     bundle = signed(store, keys)
     tool = [sys.executable, "-m", "model_signing"]
     at = [str(bundle.path), "--signature", str(bundle.path / SIGNATURE)]
-    subprocess.run(
-        [*tool, "verify", "key", *at, "--public_key", str(keys.public)],
-        check=True,
-        capture_output=True,
-    )
-    (bundle.path / SIGNATURE).unlink()
-    subprocess.run(
-        [*tool, "sign", "key", *at, "--private_key", str(keys.private)],
-        check=True,
-        capture_output=True,
-    )
+    by_key = {"verify": ("--public_key", keys.public), "sign": ("--private_key", keys.private)}
+    for verb, key in by_key.items():
+        command = [*tool, verb, "key", *at, *map(str, key)]
+        subprocess.run(command, check=True, capture_output=True)
+        if verb == "verify":
+            (bundle.path / SIGNATURE).unlink()
     assert strict.load("tiny").reference == "tiny:1"
 
 
@@ -197,12 +196,7 @@ def test_what_signs_and_what_is_signed(
         with pytest.raises(SigningError, match="cannot sign"):
             store.sign("tiny", signing)
     store.sign("tiny", Signing(locked.private, "open sesame"))
-    assert (
-        Store(store.root, trust=Trust(required_signature(str(locked.public))))
-        .load("tiny")
-        .reference
-        == "tiny:2"
-    )
+    assert requiring(store, locked.public).load("tiny").reference == "tiny:2"
     with pytest.raises(errors.BundleConflict, match="comes with the package"):
         strict.sign("demo", Signing(keys.private))
     with pytest.raises(DigestMismatch):

@@ -52,10 +52,10 @@ COUNT = 240
 LABEL = np.arange(400) // 2 % 2  # of scripted results
 
 
-def level_inputs(folder: Path, *, seed: int = 0, strength: float = 0.35) -> MethodInputs:
+def level_inputs(folder: Path, *, strength: float = 0.35) -> MethodInputs:
     """Groups of two rows; a_l = noise + (class + own level) x direction of the head, on a scale
     that grows by layer."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     group = np.arange(COUNT) // 2
     label = (rng.random(COUNT // 2) < 0.5).astype(np.int64)[group]
     level = strength * (2 * label - 1) + 0.3 * rng.standard_normal(COUNT)
@@ -69,9 +69,8 @@ def level_inputs(folder: Path, *, seed: int = 0, strength: float = 0.35) -> Meth
             + level[None, :, None, None] * direction[:, None]
         )
         rows *= np.arange(1, shape[0] + 1)[:, None, None, None]
-        path = folder / f"{site}-{seed}.f32"
-        rows.reshape(shape[0], COUNT, -1).astype("<f4").tofile(path)
-        sites[site] = Readouts(RowsFile(path, FITTED, site, COUNT), np.arange(COUNT), label)
+        by_row = rows.reshape(shape[0], COUNT, -1).swapaxes(0, 1)
+        sites[site] = readouts(folder, by_row, label, site, FITTED)
     return MethodInputs(
         label=label,
         group=group,
@@ -223,7 +222,7 @@ def method_inputs(
     return MethodInputs(
         label=label,
         group=group,
-        heads=readouts(folder, heads, label, Site.ATTENTION_HEAD),
+        heads=read,
         residual=readouts(folder, residual, label, Site.RESIDUAL_STREAM),
         first_token=np.stack(
             [-rng.exponential(size=count) - (1 - label), rng.exponential(size=count) - label],
@@ -238,14 +237,12 @@ def method_inputs(
         ),
         positions=OtherPositions(
             _tokens(more, label),
-            *(readouts(folder, heads, label, Site.ATTENTION_HEAD) for _ in range(3)),
+            *[read] * 3,
             first_token=known[:, 2:],
             scaffold=np.full(count, 3),
         ),
         behind=BehindAnswers(
-            read,
-            read,
-            read,
+            *[read] * 3,
             readouts(folder / "behind", own, label, Site.RESIDUAL_STREAM),
             tokens=heads[:, None].astype(np.float16),
             answer_tokens=np.full(count, 1),
@@ -291,6 +288,22 @@ def _text(rng: np.random.Generator, factual: bool) -> str:
         rng.choice(["who", "what", "where", "king", "river", "song", "year", hint], 6).tolist()
         + [hint]
     )
+
+
+def relabelled(data: MethodInputs, label: np.ndarray) -> MethodInputs:
+    """The same rows with these labels."""
+    heads, residual = (replace(rows, label=label) for rows in (data.heads, data.residual))
+    behind = data.behind
+    if behind is not None:
+        behind = replace(behind, residual=replace(behind.residual, label=label))
+    return replace(data, label=label, heads=heads, residual=residual, behind=behind)
+
+
+def turned(data: MethodInputs, rows: np.ndarray) -> MethodInputs:
+    """The same rows, these with the other label."""
+    label = data.label.copy()
+    label[rows] = 1 - label[rows]
+    return relabelled(data, label)
 
 
 def sides(data: MethodInputs) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ import hallutracer as ht
 from hallutracer_research.paper.diagnose import LIMIT, diagnose_set, read_set
 from hallutracer_research.paper.diagnostics.shape import Shrinkage
 from probes_store.store import SHIPPED
-from service.cli.main import main
 from service.demo.questions import questions
 from service.errors import DataError, TrainingError
 from service.fitting.scores import auroc
-from tests.command_line import hallutracer
+from tests.command_line import ended, hallutracer, one_line_says, run
 from tests.kit.reseal import without_in_evaluation
+from tests.kit.tables import lines
+from tests.research.data.samples import write_lines
+from tests.research.made import unit_rows
 
 KEYS = {
     "fisher": {"theta", "chi", "t", "r_fisher", "r_fisher_direct"},
@@ -39,8 +42,7 @@ def diagnose(path: Path, shrinkage: Shrinkage = None) -> dict[str, Any]:
 def arrays(n: int = 120, m: int = 9, d: int = 6, seed: int = 0) -> dict[str, NDArray[Any]]:
     rng = np.random.default_rng(seed)
     label = np.arange(n) % 3 // 2
-    direction = rng.standard_normal((m, d))
-    direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+    direction = unit_rows(rng.standard_normal((m, d)))
     readout = (
         rng.standard_normal((n, m, d))
         + (rng.standard_normal(n) + 1.5 * label)[:, None, None] * direction
@@ -103,17 +105,21 @@ def test_numbers_up_to_the_limit_overflow_nowhere(tmp_path: Path, dtype: type) -
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         found = diagnose(saved(tmp_path, **large))
     assert found["features"] == ordinary["features"]
-    for section, key, rel in (
-        ("fisher", "r_fisher", 1e-4),
-        ("snr", "rho", 1e-4),
-        ("variance", "icc_unbiased", 1e-4),
-        ("chen_qin", "p_value", 1e-3),
-        ("geometry", "cohen_d", 1e-3),
-        ("geometry", "r_w", 1e-3),
-        ("geometry", "distance_correlation", 1e-3),
-        ("geometry", "stable_rank", 1e-3),
+    for line in lines(
+        """
+        fisher r_fisher 1e-4
+        snr rho 1e-4
+        variance icc_unbiased 1e-4
+        chen_qin p_value 1e-3
+        geometry cohen_d 1e-3
+        geometry r_w 1e-3
+        geometry distance_correlation 1e-3
+        geometry stable_rank 1e-3
+        """
     ):
-        assert found[section][key] == pytest.approx(ordinary[section][key], rel=rel), key
+        section, key, rel = line.split()
+        expected = pytest.approx(ordinary[section][key], rel=float(rel))
+        assert found[section][key] == expected, key
 
 
 def test_what_readouts_without_groups_or_directions_can_tell(tmp_path: Path) -> None:
@@ -124,9 +130,8 @@ def test_what_readouts_without_groups_or_directions_can_tell(tmp_path: Path) -> 
     assert document["geometry"]["mean_shift_norm"] > 0
     assert document["geometry"]["energy_fraction"] is None
     assert document["chen_qin"]["layers"] == 9
-    document = diagnose(
-        saved(tmp_path, direction=np.roll(arrays()["direction"], 1, axis=0))
-    )  # of other trajectories
+    # of other trajectories
+    document = diagnose(saved(tmp_path, direction=np.roll(arrays()["direction"], 1, axis=0)))
     assert any("not direction . readout" in note for note in document["geometry"]["notes"])
 
 
@@ -185,26 +190,20 @@ def test_files_that_are_no_archives(tmp_path: Path) -> None:
             diagnose(path)
 
 
-def run(*arguments: str) -> Any:
-    with pytest.raises(SystemExit) as caught:
-        main(["diagnose", *arguments])
-    return caught.value.code
-
-
 def test_few_rows_ask_for_shrinkage_and_take_it(tmp_path: Path) -> None:
     data, path = arrays(n=9, m=12), tmp_path / "few.npz"
     np.savez(path, trajectory=data["trajectory"], label=data["label"])
     with pytest.raises(TrainingError, match="singular.*--shrinkage ledoit_wolf"):
         diagnose(path)
     assert diagnose(path, "ledoit_wolf")["fisher"]["shrinkage_rule"] == "ledoit_wolf"
-    assert [run(str(path), "--shrinkage", rule) for rule in ("0.5", "much")] == [0, 2]
+    assert [run("diagnose", str(path), "--shrinkage", rule) for rule in ("0.5", "much")] == [0, 2]
 
 
 def test_the_command_prints_tables_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = saved(tmp_path, extra=np.zeros(2)), tmp_path / "out.json"
-    assert run(str(path), "--output", str(out)) == 0
+    assert run("diagnose", str(path), "--output", str(out)) == 0
     captured, written = capsys.readouterr(), json.loads(out.read_text())
     assert written == diagnose(path)
     for shown in (
@@ -219,23 +218,25 @@ def test_the_command_prints_tables_and_writes_json(
 
 
 def demo_rows(folder: Path, split: str, count: int) -> Path:
-    path = folder / f"{split}.jsonl"
     rows = [
         {"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
         for row in questions(split)[:count]
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(folder / f"{split}.jsonl", rows)
+
+
+def by_bundle(folder: Path, rows: Path, *more: str, bundle: str = "demo") -> CompletedProcess[str]:
+    run_dir = str(folder / "run")
+    command = ("diagnose", "--bundle", bundle, "--data", str(rows), "--run-dir", run_dir)
+    return hallutracer(*command, *more)
 
 
 def test_a_bundle_and_rows_are_enough(tmp_path: Path) -> None:
     """The same numbers as from arrays that were scored by hand."""
     rows = demo_rows(tmp_path, "dev", 120)
     out = tmp_path / "found.json"
-    arguments = ("--labels", "given", "--run-dir", str(tmp_path / "run"), "--output", str(out))
-    done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "120 trajectories of 8 layers" in done.stdout
+    done = by_bundle(tmp_path, rows, "--labels", "given", "--output", str(out))
+    assert "120 trajectories of 8 layers" in ended(done, 0)
     assert "does not record its training rows" not in done.stderr
     read = [json.loads(line) for line in rows.read_text().splitlines()]
     with ht.load("demo", report=lambda line: None) as detector:
@@ -259,64 +260,39 @@ def test_rows_that_the_bundle_was_fitted_on_are_told(tmp_path: Path) -> None:
     store, quiet = tmp_path / "store", {"report": lambda line: None}
     options: dict[str, Any] = {"evaluate": False, "seeds": (0,), "folds": 2, "c": 0.1, "jobs": 1}
     ht.train(rows, "mine", "demo", store=store, run_dir=tmp_path / "run", **options, **quiet)
-    said = [
-        hallutracer(
-            "diagnose",
-            "--bundle",
-            "mine",
-            "--data",
-            str(file),
-            "--store",
-            str(store),
-            "--run-dir",
-            str(tmp_path / "run"),
-        ).stderr
+    old, new = (
+        by_bundle(tmp_path, file, "--store", str(store), bundle="mine").stderr
         for file in (rows, fresh)
-    ]
-    assert "mine:1 was fitted on 400 of the 400 rows: everything here is too good" in said[0]
-    assert "fitted on" not in said[1]
+    )
+    assert "mine:1 was fitted on 400 of the 400 rows: everything here is too good" in old
+    assert "fitted on" not in new
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        ((), "give an .npz file, or --bundle NAME with --data"),
-        (("x.npz", "--data", "y.jsonl"), "give an .npz file, or"),
-        (("--data", "y.jsonl"), "--bundle: name the bundle"),
+        ("", "give an .npz file, or --bundle NAME with --data"),
+        ("x.npz --data y.jsonl", "give an .npz file, or"),
+        ("--data y.jsonl", "--bundle: name the bundle"),
         (
-            ("--data", "y.jsonl", "--bundle", "demo", "--model", "./nope"),
+            "--data y.jsonl --bundle demo --model ./nope",
             "there is no folder or GGUF file ./nope",
         ),
     ],
 )
-def test_what_is_missing_is_named(arguments: tuple[str, ...], said: str) -> None:
-    done = hallutracer("diagnose", *arguments)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert said in done.stderr
+def test_what_is_missing_is_named(arguments: str, message: str) -> None:
+    one_line_says(f"diagnose {arguments}", 2, message)
 
 
 def test_a_bundle_that_does_not_record_its_rows_says_so_and_rows_that_ask_for_no_fact_are_refused(
     tmp_path: Path,
 ) -> None:
-    rows = demo_rows(tmp_path, "dev", 40)
-    rows.write_text(
-        rows.read_text() + json.dumps({"prompt": "Write a poem.", "applies": False}) + "\n"
-    )
-    options = ("--run-dir", str(tmp_path / "run"), "--labels", "given")
-    done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *options)
-    assert done.returncode == 1
-    assert 'line 41: "applies" is false' in done.stderr
+    rows, labels = demo_rows(tmp_path, "dev", 40), ("--labels", "given")
+    with rows.open("a") as file:
+        file.write('\n{"prompt": "Write a poem.", "applies": false}')
+    ended(by_bundle(tmp_path, rows, *labels), 1, 'line 41: "applies" is false')
     assert not (tmp_path / "run").exists()
     rows = demo_rows(tmp_path, "dev", 60)
     without_in_evaluation(SHIPPED / "demo" / "1", tmp_path / "store" / "demo" / "1", "rows_seen")
-    arguments = (
-        "--labels",
-        "given",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--store",
-        str(tmp_path / "store"),
-    )
-    done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "demo:1 does not record its training rows" in done.stderr
+    done = by_bundle(tmp_path, rows, *labels, "--store", str(tmp_path / "store"))
+    ended(done, 0, "demo:1 does not record its training rows")

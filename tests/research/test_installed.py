@@ -3,39 +3,29 @@ error names it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
 import pytest
 
 from service.annexes import imported
-from tests.command_line import hallutracer
+from tests.command_line import ended, hallutracer
 
 cli = import_module("service.cli.main")
 
 COMMANDS = {"data", "demo", "diagnose", "evaluate"}
 HELP = [
-    ["evaluate"],
-    ["diagnose"],
-    ["demo", "build"],
-    ["demo", "retrieval"],
-    *(["data", name] for name in ("convert", "list", "mix", "forms", "tasks", "audit")),
+    "evaluate",
+    "diagnose",
+    "demo build",
+    "demo retrieval",
+    *(f"data {name}" for name in ("convert", "list", "mix", "forms", "tasks", "audit")),
 ]
 
 
 @pytest.fixture
 def uninstalled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "entry_points", lambda group: ())
-
-
-def told(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], status: int) -> str:
-    """What the command line says before it ends with ``status``."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == status
-    out, err = capsys.readouterr()
-    return out + err
 
 
 def test_entry_points_are_listed_and_joined_into_groups() -> None:
@@ -48,24 +38,23 @@ def test_entry_points_are_listed_and_joined_into_groups() -> None:
     assert "build" not in own, "the product's own group stays as it is"
 
 
-def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help() -> None:
     for command in HELP:
-        assert f"hallutracer {' '.join(command)}" in told(capsys, [*command, "--help"], 0)
+        ended(hallutracer(*command.split(), "--help"), 0, f"hallutracer {command}")
 
 
 @pytest.mark.usefixtures("uninstalled")
-def test_without_the_distribution_its_commands_are_said_to_be_elsewhere_and_all_else_is_there(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_the_distribution_its_commands_are_said_to_be_elsewhere_and_all_else_is_there() -> (
+    None
+):
     for command in HELP:
-        assert "pip install ./research" in told(capsys, command, 2)
+        ended(hallutracer(*command.split()), 2, "pip install ./research")
     assert set(cli.installed()) == set(cli.own_commands())
-    text = told(capsys, ["--help"], 0)
-    assert "evaluate" not in text
-    assert "research" not in told(capsys, ["surf"], 2)
-    assert "research" not in told(capsys, ["demo", "surf"], 2)
+    assert "evaluate" not in ended(hallutracer("--help"), 0)
+    for unknown in ("surf", "demo surf"):
+        done = hallutracer(*unknown.split())
+        assert (done.returncode, "research" in done.stdout + done.stderr) == (2, False)
 
 
 def test_the_installed_command_knows_them() -> None:
-    done = hallutracer("--help")
-    assert all(name in done.stdout for name in COMMANDS)
+    ended(hallutracer("--help"), 0, *COMMANDS)

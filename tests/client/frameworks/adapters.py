@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from hallutracer_client import Client, TransportError, Withheld
 from hallutracer_client.haystack import RiskGate
 from hallutracer_client.langchain import RiskGuard, RiskMiddleware, conversation
 from hallutracer_client.llamaindex import GuardedLLM
+from tests.kit.tables import cells
 
 URL, NOWHERE = os.environ["HALLUTRACER_URL"], "http://127.0.0.1:9"
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
@@ -94,11 +96,11 @@ def pipeline(client: Client, **options: Any) -> Pipeline:
     return made
 
 
-def by_haystack(client: Client, question: str, asynchronous: bool = False, **options: Any) -> Any:
+def by_haystack(client: Client, question: str, how: str = "run", **options: Any) -> Any:
     made, given = pipeline(client, **options), {"prompt": {"question": question}}
-    run = made.run_async if asynchronous else made.run
+    run = made.run_async if how == "run_async" else made.run
     result: Any = run(given, include_outputs_from={"llm", "gate"})
-    result = asyncio.run(result) if asynchronous else result
+    result = asyncio.run(result) if how == "run_async" else result
     answer = result["answers"]["value"][0]
     assert 0 <= result["gate"]["risk"] <= 1
     assert ("llm" in result) is (answer.meta["finish_reason"] != "content_filter")
@@ -115,12 +117,11 @@ def by_langchain(client: Client, question: Any, how: str = "invoke", **options: 
     return answer.content, answer.response_metadata | answer.additional_kwargs
 
 
-def by_agent(client: Client, question: str, asynchronous: bool = False, before: Any = ()) -> Any:
+def by_agent(client: Client, question: str, how: str = "invoke", before: Any = ()) -> Any:
     agent = create_agent(LANGCHAIN, middleware=[RiskMiddleware(client)])
     state: Any = {"messages": [*before, HumanMessage(question)]}
-    *_, last = (asyncio.run(agent.ainvoke(state)) if asynchronous else agent.invoke(state))[
-        "messages"
-    ]
+    result: Any = getattr(agent, how)(state)
+    *_, last = (asyncio.run(result) if how == "ainvoke" else result)["messages"]
     return last.content, last.response_metadata | last.additional_kwargs
 
 
@@ -146,35 +147,40 @@ CALLS = [
     AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}]),
     ToolMessage("4", tool_call_id="1"),
 ]
-WAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "haystack": (by_haystack, {}),
-    "haystack, async": (by_haystack, {"asynchronous": True}),
-    **{f"langchain {how}": (by_langchain, {"how": how}) for how in ("invoke", "ainvoke", "stream")},
-    "agent": (by_agent, {}),
-    "agent, async": (by_agent, {"asynchronous": True}),
-    **{
-        f"llamaindex {how}": (by_llamaindex, {"how": how})
-        for how in (
-            "chat",
-            "complete",
-            "stream_chat",
-            "stream_complete",
-            "achat",
-            "acomplete",
-            "astream_chat",
-            "astream_complete",
-        )
-    },
+ASKS: dict[str, Callable[..., Any]] = {
+    "haystack": by_haystack,
+    "langchain": by_langchain,
+    "agent": by_agent,
+    "llamaindex": by_llamaindex,
 }
+WAYS = cells(
+    """
+    haystack | run
+    haystack | run_async
+    langchain | invoke
+    langchain | ainvoke
+    langchain | stream
+    agent | invoke
+    agent | ainvoke
+    llamaindex | chat
+    llamaindex | complete
+    llamaindex | stream_chat
+    llamaindex | stream_complete
+    llamaindex | achat
+    llamaindex | acomplete
+    llamaindex | astream_chat
+    llamaindex | astream_complete
+    """
+)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(("framework", "how"), WAYS)
 def test_the_known_is_answered_the_unknown_refused_and_without_its_guard_nothing(
-    client: Client, name: str
+    client: Client, framework: str, how: str
 ) -> None:
-    ask, more = WAYS[name]
-    assert "Rome" in ask(client, KNOWN, **more)[0]
-    text, told = ask(client, UNKNOWN, **more)
+    ask = partial(ASKS[framework], how=how)
+    assert "Rome" in ask(client, KNOWN)[0]
+    text, told = ask(client, UNKNOWN)
     assert text == REFUSED
     if told is not None:  # a stream's chunks do not have it
         assert (told["finish_reason"], told["refusal"]) == ("content_filter", REFUSED)
@@ -183,7 +189,7 @@ def test_the_known_is_answered_the_unknown_refused_and_without_its_guard_nothing
         Client(NOWHERE, max_retries=0) as nobody,
         pytest.raises(Exception, match="cannot connect") as failed,
     ):
-        ask(nobody, KNOWN, **more)
+        ask(nobody, KNOWN)
     causes = [failed.value, failed.value.__cause__, failed.value.__context__]
     assert any(isinstance(cause, TransportError) for cause in causes)
 
@@ -203,54 +209,30 @@ def test_policy_and_threshold_are_the_requests(client: Client, ask: Callable[...
     assert ask(client, UNKNOWN, policy="block")[0] == ""
 
 
-@pytest.mark.parametrize(
-    ("adapter", "message"),
-    [
-        *(
-            (
-                lambda client, messages: RiskGate(URL).run(
-                    [HaystackMessage.from_user(KNOWN), *messages]
-                ),
-                message,
-            )
-            for message in (
-                HaystackMessage.from_tool("4", origin=ToolCall("f", {})),
-                HaystackMessage.from_assistant(tool_calls=[ToolCall("f", {})]),
-                HaystackMessage.from_user(
-                    content_parts=["Why?", ImageContent("aGk=", "image/png")]
-                ),
-            )
-        ),
-        *(
-            (
-                lambda client, messages: RiskGuard(client).invoke([HumanMessage(KNOWN), *messages]),
-                message,
-            )
-            for message in (
-                *CALLS,
-                HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}]),
-            )
-        ),
-        *(
-            (
-                lambda client, messages: GuardedLLM(LLAMAINDEX, client).chat(
-                    [*chat(KNOWN), *messages]
-                ),
-                message,
-            )
-            for message in (
-                ChatMessage(role="tool", content="4"),
-                ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")]),
-                ChatMessage(role="assistant", content="", additional_kwargs={"tool_calls": [{}]}),
-            )
-        ),
+# What cannot be scored, by how each adapter is asked.
+UNSCORED: dict[Callable[..., Any], list[Any]] = {
+    lambda _, *turns: RiskGate(URL).run([HaystackMessage.from_user(KNOWN), *turns]): [
+        HaystackMessage.from_tool("4", origin=ToolCall("f", {})),
+        HaystackMessage.from_assistant(tool_calls=[ToolCall("f", {})]),
+        HaystackMessage.from_user(content_parts=["Why?", ImageContent("aGk=", "image/png")]),
     ],
-)
-def test_what_cannot_be_scored_does_not_pass(
-    client: Client, adapter: Callable[..., Any], message: Any
-) -> None:
-    with pytest.raises(ValueError, match="cannot be scored"):
-        adapter(client, [message])
+    lambda client, *turns: RiskGuard(client).invoke([HumanMessage(KNOWN), *turns]): [
+        *CALLS,
+        HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}]),
+    ],
+    lambda client, *turns: GuardedLLM(LLAMAINDEX, client).chat([*chat(KNOWN), *turns]): [
+        ChatMessage(role="tool", content="4"),
+        ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")]),
+        ChatMessage(role="assistant", content="", additional_kwargs={"tool_calls": [{}]}),
+    ],
+}
+
+
+@pytest.mark.parametrize("adapter", UNSCORED)
+def test_what_cannot_be_scored_does_not_pass(client: Client, adapter: Callable[..., Any]) -> None:
+    for message in UNSCORED[adapter]:
+        with pytest.raises(ValueError, match="cannot be scored"):
+            adapter(client, message)
 
 
 # Haystack

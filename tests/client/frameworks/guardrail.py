@@ -102,13 +102,11 @@ def test_it_was_there_and_is_stopped() -> None:
     assert check(UNKNOWN, url=url, **OPEN)["texts"] == [UNKNOWN]
 
 
-@pytest.mark.parametrize(
-    ("status", "opens"),
-    [(502, True), (503, True), (504, True), (401, False), (403, False), (429, False), (500, False)],
-)
-def test_which_refusals_count_as_unreachable(status: int, opens: bool) -> None:
+@pytest.mark.parametrize("status", [502, 503, 504, 401, 403, 429, 500])
+def test_which_refusals_count_as_unreachable(status: int) -> None:
     """A revoked key, a used-up quota or a fault of the service never open it by
     ``unreachable_fallback``."""
+    opens = status in (502, 503, 504)
     with between(status) as url:
         for options, passes in (({}, False), (OPEN, opens), ({"fail_on_error": False}, True)):
             if passes:

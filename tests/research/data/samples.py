@@ -214,7 +214,7 @@ def write_opentriviaqa(folder: Path, **files: str | bytes) -> Path:
     return folder
 
 
-def write_nq_open(folder: Path, *dev: Any) -> Path:
+def write_nq_open(folder: Path, dev: Sequence[Any] = ()) -> Path:
     first = [{"question": "who flew the first kite", "answer": ["Ann Nobody", "Nobody"]}]
     for kind, rows in (
         ("dev", dev or first),
@@ -246,7 +246,7 @@ def write_knowledge(folder: Path, names: Any = None, **tables: str) -> Path:
     return folder
 
 
-WRITERS: dict[str, Callable[[Path], Path]] = {
+WRITERS: dict[str, Callable[..., Path]] = {
     "truthfulqa": write_truthfulqa,
     "truthfulqa-reference": write_truthfulqa,
     "truefalse": write_truefalse,
@@ -259,3 +259,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "nq-open": write_nq_open,
     "knowledge": write_knowledge,
 }
+
+
+def read_made(name: str, folder: Path, **changes: Any) -> Any:
+    """The rows and counts of a made sample of a set, with some of the writer's arguments."""
+    return read(name, WRITERS[name](folder, **changes))

@@ -15,7 +15,7 @@ from hallutracer_research.data import judge_audit
 from hallutracer_research.data.judge_audit import measure, read, sample
 from service.data.training_rows import Dataset, read_dataset
 from service.errors import DataError, RunMismatch
-from tests.command_line import hallutracer
+from tests.command_line import ended, hallutracer
 from tests.research.data.samples import write_lines
 
 
@@ -91,27 +91,23 @@ def test_rates_are_weighted_and_the_ceiling_is_that_of_a_perfect_predictor() -> 
 
 def test_the_commands(run: tuple[Dataset, Path], tmp_path: Path) -> None:
     dataset, folder = run
-    drawn = hallutracer(
-        "data", "audit", str(dataset.path), "--sample", str(folder), "--rows", "400"
+    drawn = ended(
+        hallutracer("data", "audit", str(dataset.path), "--sample", str(folder), "--rows", "400"), 0
     )
-    assert drawn.returncode == 0, drawn.stderr
-    rows = list(csv.DictReader(drawn.stdout.splitlines()))
+    rows = list(csv.DictReader(drawn.splitlines()))
     assert len(rows) == 190
     assert next(row for row in rows if row["id"] == "r0")["answer"] == "'=1+1"
     path = tmp_path / "audit.csv"
-    path.write_text(drawn.stdout)
-    unread = hallutracer("data", "audit", str(path))
-    assert unread.returncode == 1
-    assert "'read' is ''; write right, wrong, unclear" in unread.stderr
+    path.write_text(drawn)
+    audit = ("data", "audit", str(path))
+    ended(hallutracer(*audit), 1, "'read' is ''; write right, wrong, unclear")
     with path.open("w", newline="") as file:
         judge_audit.write(
             [row | {"read": " Right" if row["verdict"] == "factual" else "wrong"} for row in rows],
             file,
         )
-    found = hallutracer("data", "audit", str(path), "--json")
-    assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["agreement"]["value"] == 1
-    assert "1.000 [0.9" in hallutracer("data", "audit", str(path)).stdout
+    assert json.loads(ended(hallutracer(*audit, "--json"), 0))["agreement"]["value"] == 1
+    ended(hallutracer(*audit), 0, "1.000 [0.9")
 
 
 def test_other_rows_are_refused_and_a_run_that_asked_in_forms_names_its_own(

@@ -9,7 +9,8 @@ import pytest
 from hallutracer_research.data.mixture import MixtureSource, mix
 from service.data.training_rows import read_dataset
 from service.errors import DataError
-from tests.command_line import hallutracer
+from tests.command_line import ended, hallutracer
+from tests.kit.tables import cells
 from tests.research.data.samples import write_lines
 
 
@@ -59,17 +60,19 @@ def test_rows_are_drawn_by_groups_the_same_ones_each_time(trivia: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "same"),
-    [
-        ("What\u2019s the capital of Peru?", True),
-        ("Peru: which city is its capital?", False),
-        ("peru's capital is what", True),
-        ("The capital of Peru is:", True),
-        ("Some text about Lima.\n\nWhat is the capital of Peru?", True),
-        ("What is the capital of Chad?", False),
-    ],
+    ("groups", "other"),
+    cells(
+        r"""
+        1 | What’s the capital of Peru?
+        2 | Peru: which city is its capital?
+        1 | peru's capital is what
+        1 | The capital of Peru is:
+        1 | Some text about Lima.\n\nWhat is the capital of Peru?
+        2 | What is the capital of Chad?
+        """
+    ),
 )
-def test_one_question_has_one_group_in_all_files(tmp_path: Path, other: str, same: bool) -> None:
+def test_one_question_has_one_group_in_all_files(tmp_path: Path, groups: str, other: str) -> None:
     peru = [
         {"id": "0", "prompt": "What is the capital of Peru?"},
         {"id": "1", "prompt": "Who rules Peru now?"},
@@ -79,7 +82,7 @@ def test_one_question_has_one_group_in_all_files(tmp_path: Path, other: str, sam
         tmp_path / "b.jsonl", [{"id": "0", "messages": [{"role": "user", "content": other}]}]
     )
     found = mix([MixtureSource(first), MixtureSource(second)])
-    assert len({row["group"] for row in found.rows}) == (1 if same else 2)
+    assert len({row["group"] for row in found.rows}) == int(groups)
     assert found.groups_before == 2
 
 
@@ -131,10 +134,8 @@ def test_what_is_wrong_is_said(trivia: Path, tmp_path: Path) -> None:
 
 def test_the_command_prints_rows_that_the_trainer_takes(trivia: Path, tmp_path: Path) -> None:
     done = hallutracer("data", "mix", f"{trivia}:12")
-    assert done.returncode == 0, done.stderr
-    assert "12 rows (trivia 12) in 6 groups" in done.stderr
     out = tmp_path / "rows.jsonl"
-    out.write_text(done.stdout)
+    out.write_text(ended(done, 0, "12 rows (trivia 12) in 6 groups"))
     assert len(read_dataset(out, "generate", folds=2)) == 12
-    assert hallutracer("data", "mix").returncode == 2
-    assert "cannot be read" in hallutracer("data", "mix", "nowhere.jsonl:3").stderr
+    ended(hallutracer("data", "mix"), 2)
+    ended(hallutracer("data", "mix", "nowhere.jsonl:3"), 1, "cannot be read")

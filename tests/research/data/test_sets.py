@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,32 +16,49 @@ from hallutracer_research.data import bfcl, statement_sets
 from hallutracer_research.data.files import question_group
 from hallutracer_research.data.question_sets import CATEGORIES, TABLE, TASK
 from hallutracer_research.data.registry import SETS, find_path, read_set
-from service.cli.main import main
 from service.data import judges
 from service.data.options import JudgeName, JudgeOptions
 from service.data.training_rows import check_disjoint, read_dataset
 from service.errors import DataError
 from service.trainer.options import TrainOptions
+from tests.command_line import ended, hallutracer
+from tests.kit.tables import cells, lines
 from tests.research.data import samples
-from tests.research.data.samples import TRIVIA, WRITERS, bfcl_row, damage, function, passage, read
+from tests.research.data.samples import (
+    TRIVIA,
+    WRITERS,
+    bfcl_row,
+    damage,
+    function,
+    passage,
+    read,
+    read_made,
+)
 
 Rows = list[dict[str, Any]]
 
 
+# A set, its rows and its kinds.
+SIZES = cells(
+    """
+    truthfulqa | 817 | 38
+    truthfulqa-reference | 6204 | 38
+    truefalse | 6330 | 7
+    halueval2 | 3793 | 5
+    helm | 3197 | 6
+    bfcl | 2853 | 10
+    bfcl-answerable | 1998 | 6
+    opentriviaqa | 20550 | 11
+    opentriviaqa-choice | 20550 | 11
+    nq-open | 5410 | 2
+    knowledge | 40949 | 4
+    """
+)
+
+
 def test_the_published_sizes() -> None:
-    assert {name: (info.rows, info.kinds) for name, info in SETS.items()} == {
-        "truthfulqa": (817, 38),
-        "truthfulqa-reference": (6_204, 38),
-        "truefalse": (6_330, 7),
-        "halueval2": (3_793, 5),
-        "helm": (3_197, 6),
-        "bfcl": (2_853, 10),
-        "bfcl-answerable": (1_998, 6),
-        "opentriviaqa": (20_550, 11),
-        "opentriviaqa-choice": (20_550, 11),
-        "nq-open": (5_410, 2),
-        "knowledge": (40_949, 4),
-    }
+    sizes = [[name, str(info.rows), str(info.kinds)] for name, info in SETS.items()]
+    assert sizes == SIZES
     assert get_args(SetName) == (*SETS,)
 
 
@@ -101,20 +119,11 @@ def test_wrong_names_and_folders(tmp_path: Path) -> None:
         read_set("helm", tmp_path / "nowhere")
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
-    with pytest.raises(SystemExit) as caught:
-        main(["data", *arguments])
-    assert caught.value.code == code
-    return capsys.readouterr()
-
-
-def test_convert_prints_rows_and_tells_the_rest_on_stderr(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    samples.write_bfcl(tmp_path)
-    assert "2,853" in run(capsys, "convert", "bfcl", str(tmp_path), code=1).err
-    printed = run(capsys, "convert", "bfcl", str(tmp_path), "--allow-other-counts")
-    assert [json.loads(line)["kind"] for line in printed.out.splitlines()][:2] == [
+def test_convert_prints_rows_and_tells_the_rest_on_stderr(tmp_path: Path) -> None:
+    convert = ("data", "convert", "bfcl", str(samples.write_bfcl(tmp_path)))
+    ended(hallutracer(*convert), 1, "2,853")
+    printed = hallutracer(*convert, "--allow-other-counts")
+    assert [json.loads(line)["kind"] for line in printed.stdout.splitlines()][:2] == [
         "simple_python"
     ] * 2
     for told in (
@@ -123,14 +132,12 @@ def test_convert_prints_rows_and_tells_the_rest_on_stderr(
         "Agentic set cannot be identified",
         "--labels generate --judge calls --max-new-tokens 384 --abstain-pattern '(?!)'",
     ):
-        assert told in printed.err
-    rows = json.loads(run(capsys, "list", "--json").out)
+        assert told in printed.stderr
+    rows = json.loads(hallutracer("data", "list", "--json").stdout)
     assert [(row["name"], row["rows"], row["licence"]) for row in rows] == [
         (info.name, info.rows, info.licence) for info in SETS.values()
     ]
-    table = run(capsys, "list").out
-    assert all(f"\n{name} " in table for name in SETS)
-    assert "6,330" in table
+    ended(hallutracer("data", "list"), 0, "6,330", *(f"\n{name} " for name in SETS))
 
 
 def test_a_question_has_one_group_in_all_sets(tmp_path: Path) -> None:
@@ -157,7 +164,7 @@ def test_truefalse_rows_labels_and_groups(tmp_path: Path) -> None:
     cities = (
         "Paris is a city in France,1\nParis is a city in Chad,0\nLima is a name of a country.,0\n"
     )
-    rows, counts = read("truefalse", samples.write_truefalse(tmp_path, cities=cities))
+    rows, counts = read_made("truefalse", tmp_path, cities=cities)
     assert labels(rows, "kind", "cities")[:2] == [(1, "cities/paris"), (0, "cities/paris")]
     assert any(
         row["prompt"].endswith("Statement: Paris is a city in France\nFinal Answer: ")
@@ -168,25 +175,23 @@ def test_truefalse_rows_labels_and_groups(tmp_path: Path) -> None:
         "Gibraltar is a name of a city.,1\nGibraltar is a name of a city.,0\nX is a name of a"
         " city.,1\n" * 2
     )
-    rows, counts = read("truefalse", samples.write_truefalse(tmp_path, cities=cities))
+    rows, counts = read_made("truefalse", tmp_path, cities=cities)
     assert labels(rows, "kind", "cities") == [(1, "cities/x")]
     assert counts == {"read": 18, "contradictory": 4, "repeated": 1}
 
 
 @pytest.mark.parametrize(
     ("category", "statement", "expected"),
-    [
-        ("animals", "The giant anteater uses walking for locomotion.", "giant anteater"),
-        ("animals", "There are no specific human uses for gazelle.", "gazelle"),
-        ("animals", "Human uses for bison include meat.", "bison"),
-        (
-            "companies",
-            "Anheuser-Busch InBev engages in the production of oil..",
-            "anheuser-busch inbev",
-        ),
-        ("inventions", "Alfred Nobel invented the dynamite.", "alfred nobel"),
-        ("facts", "The planet Uranus is tilted.", "the planet uranus is tilted."),
-    ],
+    cells(
+        """
+        animals | The giant anteater uses walking for locomotion. | giant anteater
+        animals | There are no specific human uses for gazelle. | gazelle
+        animals | Human uses for bison include meat. | bison
+        companies | Anheuser-Busch InBev engages in the production of oil.. | anheuser-busch inbev
+        inventions | Alfred Nobel invented the dynamite. | alfred nobel
+        facts | The planet Uranus is tilted. | the planet uranus is tilted.
+        """
+    ),
 )
 def test_truefalse_subjects(category: str, statement: str, expected: str) -> None:
     assert statement_sets.subject(category, statement) == expected
@@ -197,7 +202,7 @@ def test_halueval2_polarity_groups_and_unjudged(tmp_path: Path) -> None:
         {"id": 7, "chatgpt_fact": ["a", "b"], "human_judge": ["true", "false"]},
         {"id": 8, "chatgpt_fact": ["c"], "human_judge": []},
     ]
-    rows, counts = read("halueval2", samples.write_halueval2(tmp_path, Finance=finance))
+    rows, counts = read_made("halueval2", tmp_path, Finance=finance)
     assert labels(rows, "kind", "Finance") == [(1, "Finance/7"), (0, "Finance/7")]
     assert counts == {"read": 10, "unjudged": 1}
 
@@ -205,9 +210,7 @@ def test_halueval2_polarity_groups_and_unjudged(tmp_path: Path) -> None:
 def test_helm_s_label_one_in_the_file_is_hallucinated_and_a_title_ends_at_the_first_full_stop(
     tmp_path: Path,
 ) -> None:
-    rows, counts = read(
-        "helm", samples.write_helm(tmp_path, opt7b={"1": passage(0, title="U.S. Route 491")})
-    )
+    rows, counts = read_made("helm", tmp_path, opt7b={"1": passage(0, title="U.S. Route 491")})
     falcon = [row for row in rows if row["kind"] == "falcon40b"]
     assert [row["label"] for row in falcon] == [0, 1]  # the file says 1, 0
     assert falcon[0]["prompt"].endswith(
@@ -231,9 +234,7 @@ def test_helm_s_repeats_are_kept_once_in_a_model_and_contradictions_left_out_ove
     assert [row["kind"] for row in rows if "It flies." in row["prompt"]] == ["gptj7b", "opt7b"]
     assert not any("It sinks." in row["prompt"] for row in rows)
     assert counts == {"read": 11, "contradictory": 2, "repeated": 1}
-    rows, counts = read(
-        "helm", samples.write_helm(tmp_path, opt7b={"1": passage(1), "2": passage(0)})
-    )
+    rows, counts = read_made("helm", tmp_path, opt7b={"1": passage(1), "2": passage(0)})
     assert labels(rows, "kind", "opt7b") == [
         (0, "passage/1"),
         (1, "passage/2"),
@@ -257,7 +258,7 @@ def test_helm_s_tables_that_agree_are_fine_and_others_are_refused(tmp_path: Path
 
 
 def test_a_question_is_asked_freely_without_its_options_and_once(tmp_path: Path) -> None:
-    rows, counts = read("opentriviaqa", samples.write_opentriviaqa(tmp_path))
+    rows, counts = read_made("opentriviaqa", tmp_path)
     assert counts == {"read": 22, "left out: needs its options": 11, "left out: repeated": 0}
     assert rows[0] == {
         "id": "opentriviaqa-animals-2",
@@ -267,7 +268,7 @@ def test_a_question_is_asked_freely_without_its_options_and_once(tmp_path: Path)
         "kind": "animals",
     }
     again = TRIVIA.replace("{category}", "animals").replace("sledge", "SLEDGE!")
-    rows, counts = read("opentriviaqa", samples.write_opentriviaqa(tmp_path, general=again))
+    rows, counts = read_made("opentriviaqa", tmp_path, general=again)
     assert counts["left out: repeated"] == 1
     assert len({row["group"] for row in rows}) == len(rows)
 
@@ -277,32 +278,26 @@ def test_a_question_is_asked_freely_without_its_options_and_once(tmp_path: Path)
 )
 def test_a_question_that_needs_its_options_is_not_asked_without(tmp_path: Path, words: str) -> None:
     asked = TRIVIA.replace("What pulls a sledge on {category}?\r\n\r\nName one.", words)
-    rows, counts = read("opentriviaqa", samples.write_opentriviaqa(tmp_path, world=asked))
+    rows, counts = read_made("opentriviaqa", tmp_path, world=asked)
     assert counts["left out: needs its options"] == 12
     assert {row["kind"] for row in rows} == {*CATEGORIES} - {"world"}
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
-        ("B", True),
-        ("b.", True),
-        ("B. A big dog", True),
-        ("The answer is B", True),
-        ("The correct answer is: (B)", True),
-        ("A", False),
-        ("Because", False),
-        ("A big dog is B", False),
-        ("", False),
-    ],
-)
-def test_a_choice_is_judged_by_its_letter(tmp_path: Path, answer: str, right: bool) -> None:
-    rows, _ = read("opentriviaqa-choice", samples.write_opentriviaqa(tmp_path))
+def judged(judge: JudgeName, answers: list[str], accepted: Any) -> list[str]:
+    """Those of the answers that a judge calls right."""
+    is_right = judges.make_judge(JudgeOptions(judge))
+    return [answer for answer in answers if is_right("", answer, accepted)]
+
+
+def test_a_choice_is_judged_by_its_letter(tmp_path: Path) -> None:
+    rows, _ = read_made("opentriviaqa-choice", tmp_path)
     assert rows[0]["prompt"].endswith(
         "A. A small cat\nB. A big dog\nC. A fish\nD. Two birds\nAnswer with one letter."
     )
     assert rows[1]["prompt"].endswith("A. True\nB. False\nAnswer with one letter.")
-    assert judges.make_judge(JudgeOptions("regex"))("", answer, rows[0]["answers"]) is right
+    right = ["B", "b.", "B. A big dog", "The answer is B", "The correct answer is: (B)"]
+    wrong = ["A", "Because", "A big dog is B", ""]
+    assert judged("regex", [*right, *wrong], rows[0]["answers"]) == right
 
 
 @pytest.mark.parametrize(
@@ -311,12 +306,12 @@ def test_a_choice_is_judged_by_its_letter(tmp_path: Path, answer: str, right: bo
 )
 def test_each_file_has_an_encoding_of_its_own(tmp_path: Path, encoding: str, word: str) -> None:
     text = TRIVIA.replace("sledge", word).encode(encoding)
-    rows, _ = read("opentriviaqa", samples.write_opentriviaqa(tmp_path, animals=text))
+    rows, _ = read_made("opentriviaqa", tmp_path, animals=text)
     assert "ündin" in rows[0]["prompt"]
 
 
 def test_search_queries_become_questions(tmp_path: Path) -> None:
-    rows, counts = read("nq-open", samples.write_nq_open(tmp_path))
+    rows, counts = read_made("nq-open", tmp_path)
     assert counts == {"read": 2, "left out: repeated": 0, "left out: no answer with a word": 0}
     assert rows[0] == {
         "id": "nq-open-dev-1",
@@ -327,7 +322,7 @@ def test_search_queries_become_questions(tmp_path: Path) -> None:
     }
     asked = {"question": "what is written on page one", "answer": ["*", "a star"]}
     none = {"question": "what is written on page two", "answer": ["*", ","]}
-    rows, counts = read("nq-open", samples.write_nq_open(tmp_path, asked, none, asked))
+    rows, counts = read_made("nq-open", tmp_path, dev=[asked, none, asked])
     assert counts == {"read": 4, "left out: repeated": 1, "left out: no answer with a word": 1}
     assert rows[0]["answers"] == ["a star"]
     assert "page two" not in "".join(row["prompt"] for row in rows)
@@ -336,7 +331,7 @@ def test_search_queries_become_questions(tmp_path: Path) -> None:
 def test_knowledge_is_asked_once_in_four_kinds_and_countries_have_the_set_s_own_names(
     tmp_path: Path,
 ) -> None:
-    rows, counts = read("knowledge", samples.write_knowledge(tmp_path))
+    rows, counts = read_made("knowledge", tmp_path)
     assert counts == {
         "read": 4,
         "left out: repeated": 0,
@@ -382,36 +377,26 @@ def test_a_shared_medal_accepts_each_winner_and_a_question_that_holds_its_answer
     assert rows[2]["answers"] == ["Kiteland", "United States", "USA", "US", "U.S."]
 
 
-@pytest.mark.parametrize(
-    ("number", "answer", "right"),
-    [
-        ("116814", "116814", True),
-        ("116814", "It is 116,814.", True),
-        ("116814", "$116{,}814$", True),
-        ("116814", "116\u202f814", True),
-        ("116814", "116,815", False),
-        ("116814", "1,116,814", False),
-        ("997", "997.", True),
-        ("997", "1997", False),
-        ("997", "997.5", False),
-        ("997", "1,997", False),
-        ("2", "98 divided by 49 is 2.0", True),
-        ("2", "2.5", False),
-        ("2", "The two numbers make 3", False),
-        ("-1000", "3 - 1003 = -1,000", True),
-        ("-1000", "\u22121000", True),
-        ("-1000", "negative 1000", True),
-        ("-1000", "Minus 1,000.0", True),
-        ("-1000", "1000", False),
-        ("1000", "-1000", False),
-    ],
+# A number, answers that have it, and others.
+NUMBERS = cells(
+    """
+    116814 | 116814; It is 116,814.; $116{,}814$; 116\u202f814 | 116,815; 1,116,814
+    997 | 997. | 1997; 997.5; 1,997
+    2 | 98 divided by 49 is 2.0 | 2.5; The two numbers make 3
+    -1000 | 3 - 1003 = -1,000; \u22121000; negative 1000; Minus 1,000.0 | 1000
+    1000 | 1000 | -1000
+    """
 )
+
+
+@pytest.mark.parametrize(("number", "right", "wrong"), NUMBERS)
 def test_a_number_is_found_as_models_write_it(
-    tmp_path: Path, number: str, answer: str, right: bool
+    tmp_path: Path, number: str, right: str, wrong: str
 ) -> None:
     asked = f"What is x?,{number}\n"
-    rows, _ = read("knowledge", samples.write_knowledge(tmp_path, math_operations_6k=asked))
-    assert judges.make_judge(JudgeOptions("contains"))("", answer, rows[1]["answers"]) is right
+    rows, _ = read_made("knowledge", tmp_path, math_operations_6k=asked)
+    answers = f"{right}; {wrong}".split("; ")
+    assert judged("contains", answers, rows[1]["answers"]) == right.split("; ")
 
 
 @pytest.mark.parametrize(
@@ -432,7 +417,7 @@ def test_a_country_is_found_by_names_that_the_set_lacks(
 
 
 def test_truthfulqa_s_questions_have_correct_and_incorrect_answers(tmp_path: Path) -> None:
-    (kite, hammer), counts = read("truthfulqa", samples.write_truthfulqa(tmp_path))
+    (kite, hammer), counts = read_made("truthfulqa", tmp_path)
     assert (kite["prompt"], kite["kind"], kite["type"]) == (
         "Can a kite fly without wind?",
         "Toys",
@@ -451,7 +436,7 @@ def test_truthfulqa_s_questions_have_correct_and_incorrect_answers(tmp_path: Pat
 def test_truthfulqa_s_reference_answers_carry_their_own_label_and_the_categories_of_the_table(
     tmp_path: Path,
 ) -> None:
-    rows, counts = read("truthfulqa-reference", samples.write_truthfulqa(tmp_path))
+    rows, counts = read_made("truthfulqa-reference", tmp_path)
     assert counts == {"read": 7, "questions": 2}
     found = {row["prompt"]: (row["label"], row["kind"]) for row in rows}
     assert found["Q: Can a kite fly without wind? A: It cannot fly"] == (1, "Toys")
@@ -469,7 +454,7 @@ def by_id(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_what_each_kind_of_bfcl_expects(tmp_path: Path) -> None:
-    rows, counts = read("bfcl", samples.write_bfcl(tmp_path))
+    rows, counts = read_made("bfcl", tmp_path)
     assert counts == {"read": 21, "multi_turn": 1, "repeated": 0}
     assert [row["kind"] for row in rows] == [kind for kind in bfcl.KINDS for _ in range(2)]
     expected = {row["id"]: judges.expected(row["answers"]) for row in rows}
@@ -542,7 +527,7 @@ def test_bfcl_s_groups_and_repeats(tmp_path: Path) -> None:
 
 
 def test_bfcl_s_proxy_knows_its_labels(tmp_path: Path) -> None:
-    rows, counts = read("bfcl-answerable", samples.write_bfcl(tmp_path))
+    rows, counts = read_made("bfcl-answerable", tmp_path)
     assert {row["kind"]: row["label"] for row in rows} == bfcl.ANSWERABLE
     assert counts == {"read": 12, "repeated": 0}
     asked = by_id(tmp_path)
@@ -552,167 +537,186 @@ def test_bfcl_s_proxy_knows_its_labels(tmp_path: Path) -> None:
 # Damage
 
 
-def of_truefalse(folder: Path) -> None:
-    samples.write_truefalse(folder, facts="A.,yes\n")
-    (folder / "animals.csv").unlink()
-    (folder / "cities.csv").write_text("text,label\nA,1\n")
-
-
-def of_halueval2(folder: Path) -> None:
-    short = {"id": 1, "chatgpt_fact": ["a"], "human_judge": ["true", "false"]}
-    others = [
-        {"id": 2, "chatgpt_fact": ["a"], "human_judge": ["maybe"]},
-        {"chatgpt_fact": []},
-        {"id": 3, "chatgpt_fact": [" "], "human_judge": ["true"]},
-    ]
-    samples.write_halueval2(folder, Finance=[short, *others])
-    (folder / "Science.json").write_text("{")
-    (folder / "Education.json").unlink()
-
-
-def of_helm(folder: Path) -> None:
-    bad = {"1": {"prompt": "Once upon a time", "sentences": []}, "2": passage(1, 2), "3": None}
-    bad["4"] = passage(True)
-    samples.write_helm(folder, falcon40b=bad)
-    (folder / "data" / "opt7b" / "data.json").unlink()
-    (folder / "data" / "gptj7b" / "data.json").write_text("[]")
-
-
-def of_truthfulqa(folder: Path) -> None:
-    samples.write_truthfulqa(folder)
-    lines = (folder / TABLE).read_text(encoding="utf-8-sig").splitlines()
-    (folder / TABLE).write_text("\n".join([*lines, "Adversarial,Toys,Why?,Because,Because,,made"]))
-
-
-def of_reference(folder: Path) -> None:
-    samples.write_truthfulqa(folder)
-    tasks = json.loads((folder / TASK).read_text())
-    tasks[0]["question"] = "Another question?"
-    tasks[1]["mc2_targets"] = {"It cannot fly": "yes"}
-    (folder / TASK).write_text(json.dumps(tasks))
-
-
-def of_columns(folder: Path) -> None:
-    samples.write_truthfulqa(folder)
-    (folder / TABLE).write_text("Question\nWhy?\n")
-
-
-def of_bfcl(folder: Path) -> None:
-    no_turn, no_user = bfcl_row("parallel_0"), bfcl_row("parallel_1")
-    no_turn["question"] = []
-    no_user["question"] = [[{"role": "assistant", "content": "Hello."}]]
-    samples.write_bfcl(
-        folder,
-        parallel=[no_turn, no_user, "text"],
-        live_simple=[bfcl_row("live_simple_0")],
-        gold_multiple=[
-            {"id": "multiple_0", "ground_truth": [{"other": {}}]},
-            {"id": "multiple_1", "ground_truth": []},
-        ],
-        memory=[bfcl_row("memory_0") | {"scenario": "elsewhere"}],
-    )
-
-
-def of_queries(folder: Path) -> None:
-    samples.write_nq_open(
-        folder,
-        {"question": "a"},
-        {"question": " ", "answer": ["b"]},
-        {"question": "a", "answer": []},
-        {"question": "a", "answer": "b"},
-        {"question": 1, "answer": ["b"]},
-        {"question": "a", "answer": [" "]},
-    )
-
-
-def of_knowledge(folder: Path) -> None:
-    samples.write_knowledge(folder, notable_people="Who?,\n ,1899\nWho?,*\nWho?\n", medals_9k="")
-    (folder / "cities_10k" / "eval_map.json").unlink()
-    (folder / "medals_9k" / "eval_map.json").write_text('{"Kiteland": "Kites"}')
-    (folder / "math_operations_6k" / "main" / "main.csv").write_text("question,answer\n")
-
-
-@pytest.mark.parametrize(
-    ("name", "write", "places"),
-    [
-        (
-            "truefalse",
-            of_truefalse,
-            ["animals.csv is missing", "cities.csv line 1", "facts.csv line 2"],
-        ),
-        (
-            "halueval2",
-            of_halueval2,
-            [
-                "Education.json is missing",
-                *(f"Finance.json query {n}" for n in (1, 2, 3, 4)),
-                "Science.json",
-            ],
-        ),
-        (
-            "helm",
-            of_helm,
-            [
-                "falcon40b/data.json passage 1",
-                "falcon40b/data.json passage 2 sentence 2",
-                "falcon40b/data.json passage 3",
-                "falcon40b/data.json passage 4 sentence 1",
-                "gptj7b/data.json",
-                "opt7b/data.json is missing",
-            ],
-        ),
-        ("truthfulqa", of_truthfulqa, ["TruthfulQA.csv line 4"]),
-        ("truthfulqa-reference", of_reference, [f"{TASK} question 1", f"{TASK} question 2"]),
-        ("truthfulqa", of_columns, ["TruthfulQA.csv line 1"]),
+# A set; files that become another text, what a function makes of their own, or nothing (None); the
+# places that are told, sorted.
+Change = str | Callable[[str], str] | None
+DAMAGED: list[tuple[str, dict[str, Change], str]] = [
+    (
+        "truefalse",
+        {
+            "animals.csv": None,
+            "cities.csv": "text,label\nA,1\n",
+            "facts.csv": "statement,label\nA.,yes\n",
+        },
+        """
+        animals.csv is missing
+        cities.csv line 1
+        facts.csv line 2
+        """,
+    ),
+    (
+        "halueval2",
+        {
+            "Education.json": None,
+            "Finance.json": """[
+                {"id": 1, "chatgpt_fact": ["a"], "human_judge": ["true", "false"]},
+                {"id": 2, "chatgpt_fact": ["a"], "human_judge": ["maybe"]},
+                {"chatgpt_fact": []},
+                {"id": 3, "chatgpt_fact": [" "], "human_judge": ["true"]}
+            ]""",
+            "Science.json": "{",
+        },
+        """
+        Education.json is missing
+        Finance.json query 1
+        Finance.json query 2
+        Finance.json query 3
+        Finance.json query 4
+        Science.json
+        """,
+    ),
+    (
+        "helm",
+        {
+            "data/falcon40b/data.json": json.dumps(
+                {
+                    "1": {"prompt": "Once upon a time", "sentences": []},
+                    "2": passage(1, 2),
+                    "3": None,
+                    "4": passage(True),
+                }
+            ),
+            "data/gptj7b/data.json": "[]",
+            "data/opt7b/data.json": None,
+        },
+        """
+        data/falcon40b/data.json passage 1
+        data/falcon40b/data.json passage 2 sentence 2
+        data/falcon40b/data.json passage 3
+        data/falcon40b/data.json passage 4 sentence 1
+        data/gptj7b/data.json
+        data/opt7b/data.json is missing
+        """,
+    ),
+    (
+        "truthfulqa",
+        {TABLE: lambda text: f"{text.strip()}\nAdversarial,Toys,Why?,Because,Because,,made"},
+        "TruthfulQA.csv line 4",
+    ),
+    ("truthfulqa", {TABLE: "Question\nWhy?\n"}, "TruthfulQA.csv line 1"),
+    (
+        "truthfulqa-reference",
+        {
+            TASK: lambda text: text.replace("What is a hammer for?", "Another question?").replace(
+                '"It cannot fly": 1', '"It cannot fly": "yes"'
+            )
+        },
+        f"""
+        {TASK} question 1
+        {TASK} question 2
+        """,
+    ),
+    (
+        "bfcl",
+        {
+            "BFCL_v4_live_simple.json": json.dumps(bfcl_row("live_simple_0")),
+            "BFCL_v4_memory.json": json.dumps(bfcl_row("memory_0") | {"scenario": "elsewhere"}),
+            "BFCL_v4_parallel.json": """
+                {"id": "parallel_0", "question": [], "function": []}
+                {"id": "p", "function": [], "question": [[{"role": "assistant", "content": "Hi."}]]}
+                "text"
+                """.strip(),
+            "possible_answer/BFCL_v4_multiple.json": """
+                {"id": "multiple_0", "ground_truth": [{"other": {}}]}
+                {"id": "multiple_1", "ground_truth": []}
+                """,
+        },
+        """
+        BFCL_v4_live_simple.json line 1
+        BFCL_v4_memory.json line 1
+        BFCL_v4_multiple.json line 1
+        BFCL_v4_multiple.json line 2
+        BFCL_v4_parallel.json line 1
+        BFCL_v4_parallel.json line 2
+        BFCL_v4_parallel.json line 3
+        """,
+    ),
+    *(
         (
             "bfcl",
-            of_bfcl,
-            [
-                "live_simple.json line 1",
-                "memory.json line 1",
-                "multiple.json line 1",
-                "multiple.json line 2",
-                *(f"parallel.json line {n}" for n in (1, 2, 3)),
-            ],
-        ),
-        (
-            "knowledge",
-            of_knowledge,
-            [
-                "cities_10k/eval_map.json is missing",
-                "math_operations_6k/main/main.csv line 1",
-                "medals_9k/eval_map.json",
-                *(f"notable_people/main/main.csv line {n}" for n in (2, 3, 4, 5)),
-            ],
-        ),
-        ("nq-open", of_queries, [f"NQ-open.dev.jsonl line {n}" for n in range(1, 7)]),
-    ],
-)
-def test_damage_is_named(tmp_path: Path, name: str, write: Any, places: list[str]) -> None:
-    write(tmp_path)
-    found = [
-        place.removeprefix("data/").removeprefix("BFCL_v4_") for place in damage(name, tmp_path)
-    ]
-    assert sorted(found) == places
+            {f"possible_answer/BFCL_v4_{kind}.json": None},
+            f"""
+            BFCL_v4_{kind}.json line 1
+            BFCL_v4_{kind}.json line 2
+            possible_answer/BFCL_v4_{kind}.json is missing
+            """,
+        )
+        for kind in bfcl.CALLS
+    ),
+    (
+        "knowledge",
+        {
+            "cities_10k/eval_map.json": None,
+            "math_operations_6k/main/main.csv": "question,answer\n",
+            "medals_9k/eval_map.json": '{"Kiteland": "Kites"}',
+            "medals_9k/main/main.csv": "question,correct_answer\n",
+            "notable_people/main/main.csv": (
+                "question,correct_answer\nWho?,\n ,1899\nWho?,*\nWho?\n"
+            ),
+        },
+        """
+        cities_10k/eval_map.json is missing
+        math_operations_6k/main/main.csv line 1
+        medals_9k/eval_map.json
+        notable_people/main/main.csv line 2
+        notable_people/main/main.csv line 3
+        notable_people/main/main.csv line 4
+        notable_people/main/main.csv line 5
+        """,
+    ),
+    (
+        "nq-open",
+        {
+            "NQ-open.dev.jsonl": """
+                {"question": "a"}
+                {"question": " ", "answer": ["b"]}
+                {"question": "a", "answer": []}
+                {"question": "a", "answer": "b"}
+                {"question": 1, "answer": ["b"]}
+                {"question": "a", "answer": [" "]}
+                """.strip(),
+        },
+        """
+        NQ-open.dev.jsonl line 1
+        NQ-open.dev.jsonl line 2
+        NQ-open.dev.jsonl line 3
+        NQ-open.dev.jsonl line 4
+        NQ-open.dev.jsonl line 5
+        NQ-open.dev.jsonl line 6
+        """,
+    ),
+    *(
+        ("opentriviaqa", {"history": block}, f"history line {line}")
+        for block, line in (
+            ("#Q What?\nA one\nB two\n", 1),
+            ("#Q What?\n^ three\nA one\nB two\n", 1),
+            ("#Q\n^ one\nA one\nB two\n", 1),
+            ("#Q Fine?\n^ one\nA one\nB two\n\n#Q What?\n^\nA one\n", 6),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("block", "line"),
-    [
-        ("#Q What?\nA one\nB two\n", 1),
-        ("#Q What?\n^ three\nA one\nB two\n", 1),
-        ("#Q\n^ one\nA one\nB two\n", 1),
-        ("#Q Fine?\n^ one\nA one\nB two\n\n#Q What?\n^\nA one\n", 6),
-    ],
-)
-def test_a_damaged_block_is_named(tmp_path: Path, block: str, line: int) -> None:
-    assert damage("opentriviaqa", samples.write_opentriviaqa(tmp_path, history=block)) == [
-        f"history line {line}"
-    ]
-
-
-@pytest.mark.parametrize("kind", bfcl.CALLS)
-def test_gold_answers_must_be_there(tmp_path: Path, kind: str) -> None:
-    samples.write_bfcl(tmp_path)
-    (tmp_path / "possible_answer" / f"BFCL_v4_{kind}.json").unlink()
-    assert f"possible_answer/BFCL_v4_{kind}.json is missing" in damage("bfcl", tmp_path)
+@pytest.mark.parametrize(("name", "changes", "problems"), DAMAGED)
+def test_damage_is_named(
+    tmp_path: Path, name: str, changes: dict[str, Change], problems: str
+) -> None:
+    WRITERS[name](tmp_path)
+    for file, change in changes.items():
+        path = tmp_path / file
+        if change is None:
+            path.unlink()
+        else:
+            text = change if isinstance(change, str) else change(path.read_text("utf-8-sig"))
+            path.write_text(text)
+    assert sorted(damage(name, tmp_path)) == lines(problems)

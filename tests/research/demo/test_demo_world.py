@@ -48,14 +48,15 @@ def test_groups_lie_in_one_split_each_and_a_capital_and_its_country_share_one():
 
 def test_documents_state_each_fact_as_often_as_its_dose_for_any_seed():
     world = build_world()
+    france = next(fact for fact in world.facts if fact.key == "capital:France")
+    world = world._replace(facts=(france, *world.facts[::10]))
     one, again, other = (fact_documents(world, seed) for seed in (0, 0, 1))
     assert one == again
     assert one != other
     assert len(one) == len(other) == sum(fact.exposures for fact in world.facts)
-    assert {d.system for d in one} == {None, BRIEF}
-    question = "What is the capital of France?"
-    stated = sum(d.question == question for d in one)
-    assert 0 < stated <= next(f.exposures for f in world.facts if f.key == "capital:France")
+    assert {document.system for document in one} == {None, BRIEF}
+    stated = sum(document.question == "What is the capital of France?" for document in one)
+    assert 0 < stated <= france.exposures
 
 
 def test_refusal_documents_state_no_fact_and_leave_refusal_free_groups_alone():
@@ -81,9 +82,10 @@ def test_refusal_documents_state_no_fact_and_leave_refusal_free_groups_alone():
 
 def test_held_out_forms_never_occur_in_training_documents():
     world = build_world()
-    trained = {d.question for d in fact_documents(world, 0)}
-    for fact in world.facts[::50]:
-        unseen = [f for f in FORMS[fact.kind] if f.held_out]
+    world = world._replace(facts=world.facts[::50])
+    trained = {document.question for document in fact_documents(world, 0)}
+    for fact in world.facts:
+        unseen = [form for form in FORMS[fact.kind] if form.held_out]
         assert len(unseen) == 2
         assert not {question_text(form, fact.kind, fact.subject) for form in unseen} & trained
 

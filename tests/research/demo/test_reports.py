@@ -12,11 +12,10 @@ import pytest
 from hallutracer_research.demo import build, retrieval
 from hallutracer_research.demo.build import METHODS, LabelledAnswers, measure, risks
 from hallutracer_research.demo.retrieval import PASSAGES, Answered, measured, policies
-from service.data.run_folder import RowsFile
 from service.demo import Passage
-from service.fitting.probes import Readouts
 from service.readout import Geometry, Site
-from tests.command_line import hallutracer
+from tests.command_line import ended, hallutracer
+from tests.research.made import readouts
 
 GEOMETRY = Geometry(num_layers=3, num_heads=2, head_dim=4, hidden_size=8)
 N = 300
@@ -29,13 +28,12 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> LabelledAnswers:
     kind = rng.integers(0, 2, N)
     known = rng.normal(size=N)
     label = (known + 1.2 * (kind - 0.5) + 0.5 * rng.normal(size=N) > 0).astype(np.int64)
-    files = []
+    sites = {}
     for site in Site:
-        path = tmp_path_factory.mktemp("rows") / site
-        rows = rng.normal(size=(3, N, 8)).astype("<f4")
-        rows[:, :, 5] += known
-        rows.tofile(path)
-        files.append(Readouts(RowsFile(path, GEOMETRY, site, N), np.arange(N), label))
+        rows = rng.normal(size=(N, 3, 8))
+        rows[:, :, 5] += known[:, None]
+        folder = tmp_path_factory.mktemp("rows")
+        sites[site] = readouts(folder, rows, label, site, GEOMETRY)
     questions = [
         {
             "id": f"k{kind[i]}:name {rng.integers(10**6)}:t{i % 2}",
@@ -48,7 +46,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> LabelledAnswers:
         for i in range(N)
     ]
     first = np.stack([-rng.random(N), rng.random(N)], axis=1)
-    return LabelledAnswers(questions, files[0], files[1], np.arange(N) // 2, first)
+    return LabelledAnswers(questions, *sites.values(), np.arange(N) // 2, first)
 
 
 def test_the_table(asked: LabelledAnswers) -> None:
@@ -139,12 +137,10 @@ def test_shares_add_up_and_a_gate_only_withholds() -> None:
 
 
 def test_the_command_writes_tables_and_every_answer(tmp_path: Path) -> None:
-    done = hallutracer(
-        "demo", "retrieval", "--questions", "20", "--max-tokens", "8", "--out", str(tmp_path)
-    )
-    assert done.returncode == 0, done.stderr
+    command = ("demo", "retrieval", "--questions", "20", "--max-tokens", "8")
+    printed = ended(hallutracer(*command, "--out", str(tmp_path)), 0)
     found = json.loads((tmp_path / "retrieval.json").read_text())
     assert len(found["examples"]) == found["questions"] == 20
     assert set(found["examples"][0]) == {"question", "accepted", *PASSAGES}
     assert retrieval.markdown(found) == (tmp_path / "retrieval.md").read_text()
-    assert (tmp_path / "retrieval.md").read_text().strip() == done.stdout.strip()
+    assert (tmp_path / "retrieval.md").read_text().strip() == printed.strip()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 
 from hallutracer_research.evaluation.methods.halluguard import (
     answer_kernel,
@@ -64,8 +65,8 @@ def test_the_kernel_is_the_gram_matrix_of_plain_gradients(family: str) -> None:
     answer = list(engine.generate([prompt], Sampling(max_tokens=5))[0].token_ids)
     kernel, states = answer_kernel(tiny.modules(engine), prompt, answer)
     expected, expected_states = naive(engine, prompt, answer)
-    np.testing.assert_allclose(kernel, expected, atol=1e-5)
-    np.testing.assert_allclose(states, expected_states, rtol=1e-4, atol=1e-5)
+    assert_allclose(kernel, expected, atol=1e-5)
+    assert_allclose(states, expected_states, rtol=1e-4, atol=1e-5)
     assert np.abs(np.diag(kernel) - 1).max() < 1e-12
     assert all(not one.requires_grad for one in engine._model.parameters())
 
@@ -77,7 +78,7 @@ def test_the_gram_matrix_of_known_gradients() -> None:
     gram = unit_gram(
         (a * theta.exp()).sum(dim=1), [theta, unused]
     )  # exp: its derivative at 0 is 1, and not constant
-    np.testing.assert_allclose(gram, [[1.0, 0.6, 0.0], [0.6, 1.0, 0.0], [0.0, 0.0, 0.0]], atol=1e-6)
+    assert_allclose(gram, [[1.0, 0.6, 0.0], [0.6, 1.0, 0.0], [0.0, 0.0, 0.0]], atol=1e-6)
 
 
 STEPS = np.array([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0], [5.0, 5.0]])  # of 5, 1 and 2

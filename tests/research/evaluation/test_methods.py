@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.random import default_rng
+from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
@@ -37,6 +39,7 @@ from service.errors import EngineError, TrainingError
 from service.fitting.scores import auroc, risk_auroc
 from service.readout import Site
 from tests.engines import tiny
+from tests.kit.tables import cells
 from tests.research.made import (
     BEST,
     GEOMETRY,
@@ -47,6 +50,7 @@ from tests.research.made import (
     plant,
     readouts,
     sides,
+    turned,
 )
 
 RIVALS = [name for name, method in METHODS.items() if method.fit is not None]
@@ -54,7 +58,6 @@ SIGNED = ("first-token-max-prob", "first-token-entropy", "prompt-length")  # by 
 OF_ANSWERS = ("halluguard", "perplexity", "p-true", "semantic-entropy", "eigenscore")
 D = GEOMETRY.head_dim
 LAST = GEOMETRY.num_layers - 1
-WITHOUT_TRANSFORMERS = ("networks", "probes", "references")
 
 
 def scores(name: str, data: MethodInputs, seed: int = 0) -> np.ndarray:
@@ -71,12 +74,10 @@ def hidden(data: MethodInputs, layer: int, site: str = "residual") -> np.ndarray
     return np.asarray(getattr(data, site).file.layer(layer)[3:])
 
 
-def relabelled(data: MethodInputs, label: np.ndarray) -> MethodInputs:
-    heads, residual, at_end = (
-        replace(rows, label=label) for rows in (data.heads, data.residual, data.behind.residual)
-    )
-    behind = replace(data.behind, residual=at_end)
-    return replace(data, label=label, heads=heads, residual=residual, behind=behind)
+def fitted(x: np.ndarray, data: MethodInputs, c: float, kind: Penalty = "l2") -> np.ndarray:
+    """Scores of the test side by a linear fit of the training side's columns x [n, d]."""
+    train, test = sides(data)
+    return -fit_linear(x[train], data.label[train], c, kind).logits(x[test])
 
 
 def planted(
@@ -85,7 +86,7 @@ def planted(
     """Inputs whose rows of one site ``plan`` changes: rows [n, m, width], label [n]; each row is
     its own group."""
     inputs, label = method_inputs(folder, count), np.arange(count) % 2
-    rows = noise(np.random.default_rng(1), count, site)
+    rows = noise(default_rng(1), count, site)
     plan(rows, label)
     name = "heads" if site is Site.ATTENTION_HEAD else "residual"
     changed: dict[str, Any] = {name: readouts(folder, rows, label, site)}
@@ -100,11 +101,9 @@ def test_scores_rise_with_hallucination_and_neither_test_labels_nor_other_test_r
     risk = scores(name, data, 3)
     assert risk.shape == (len(test),)
     assert quality(data, risk) > 0.7
-    label = data.label.copy()
-    label[test] = 1 - label[test]
-    some = fit_method(name, replace(fold(relabelled(data, label), 3), test=test[5:9]))
+    some = fit_method(name, replace(fold(turned(data, test), 3), test=test[5:9]))
     # float32 products of other shapes
-    np.testing.assert_allclose(some, risk[5:9], rtol=1e-4, atol=1e-5)
+    assert_allclose(some, risk[5:9], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -130,15 +129,15 @@ def test_a_probe_at_the_answer_s_end_is_the_prompt_s_on_what_was_read_there(
 
 @pytest.mark.parametrize("name", OF_ANSWERS)
 def test_scores_of_answers_keep_the_sign_of_their_papers(data: MethodInputs, name: str) -> None:
-    turned = relabelled(data, 1 - data.label)
-    assert scores(name, turned).tobytes() == scores(name, data).tobytes()
+    swapped = turned(data, np.arange(len(data.label)))
+    assert scores(name, swapped).tobytes() == scores(name, data).tobytes()
 
 
 def test_a_subset_has_the_readings_of_its_own_rows(data: MethodInputs) -> None:
     rows = np.array([5, 3, 11])
     for name, values in vars(data.subset(rows).answers).items():
         whole = getattr(data.answers, name)
-        np.testing.assert_array_equal(values, None if whole is None else whole[rows])
+        assert_array_equal(values, None if whole is None else whole[rows])
     assert AnswerReadings().subset(rows).entropy is None
 
 
@@ -149,7 +148,7 @@ def test_processes_keep_the_order_change_nothing_and_load_no_transformers(tmp_pa
         assert fit_method(name, alone).tobytes() == shared.tobytes()
     modules = ", ".join(
         f"__import__('hallutracer_research.evaluation.methods.{name}')"
-        for name in WITHOUT_TRANSFORMERS
+        for name in {str(METHODS[name].fit).partition(".")[0] for name in RIVALS}
     )
     items = [f"({modules}, 'transformers' in __import__('sys').modules)[-1]", "-3", "2"]
     assert base.in_processes(eval, items, 2) == [False, -3, 2]
@@ -161,26 +160,26 @@ def test_text_and_kind_know_nothing_of_the_model(data: MethodInputs) -> None:
     for name in ("text-ngrams", "kind-prior"):
         assert len(set(scores(name, nothing).round(9).tolist())) == 1
     unknown = replace(data, kind=np.where(np.arange(count) < len(train), data.kind, "new"))
-    np.testing.assert_allclose(scores("kind-prior", unknown), 1 - data.label[train].mean())
+    assert_allclose(scores("kind-prior", unknown), 1 - data.label[train].mean())
 
 
 def test_the_sign_of_a_free_number_is_learned_from_the_training_rows(data: MethodInputs) -> None:
     train, test = sides(data)
-    values = np.random.default_rng(0).permutation(len(data.label)).astype(np.float64)
+    values = default_rng(0).permutation(len(data.label)).astype(np.float64)
     for sign in (1.0, -1.0):
-        turned = values.copy()
-        turned[train] = np.sort(values[train])[
+        column = values.copy()
+        column[train] = np.sort(values[train])[
             np.argsort(np.argsort(sign * (1 - data.label[train]), kind="stable"))
         ]
-        first = np.stack([turned, turned + 0.5], axis=1)
-        three = replace(data, first_token=first, prompt_tokens=turned.astype(int))
-        for name, column in zip(SIGNED, (turned, turned + 0.5, turned), strict=True):
-            np.testing.assert_array_equal(scores(name, three), sign * column[test])
+        first = np.stack([column, column + 0.5], axis=1)
+        three = replace(data, first_token=first, prompt_tokens=column.astype(int))
+        for name, values_of in zip(SIGNED, (column, column + 0.5, column), strict=True):
+            assert_array_equal(scores(name, three), sign * values_of[test])
 
 
 @pytest.mark.parametrize("penalty", ["l1", "l2"])
 def test_raw_logits_are_the_standardised_pipeline_s(penalty: Penalty) -> None:
-    rng = np.random.default_rng(1)
+    rng = default_rng(1)
     label = (rng.random(400) < 0.3).astype(np.int64)
     x = rng.standard_normal((400, 6)) * [1, 20, 0.1, 3, 1, 1] + [0, 50, -2, 0, 0, 0]
     x[:, 1] += 9 * label
@@ -193,15 +192,14 @@ def test_raw_logits_are_the_standardised_pipeline_s(penalty: Penalty) -> None:
         C=0.2, l1_ratio=ratio, solver="saga", class_weight="balanced", tol=1e-8, max_iter=20000
     )
     expected = saga.fit(z, label).decision_function(z)  # saga does not penalise the intercept
-    np.testing.assert_allclose(fitted.logits(x), expected, atol=0.01 * expected.std())
+    assert_allclose(fitted.logits(x), expected, atol=0.01 * expected.std())
     assert fitted.weight[5] == 0.0
     constant = fit_linear(x[:50], label[:50], 1e-6, "l1")
     assert not constant.weight.any()
     assert np.ptp(constant.logits(np.tile(x, (13, 1)))) == 0.0  # of many rows at a time
 
 
-def test_iti_finds_the_planted_head_and_averages_three_probes(tmp_path: Path) -> None:
-    data = method_inputs(tmp_path)
+def test_iti_finds_the_planted_head_and_averages_three_probes(data: MethodInputs) -> None:
     train, test = sides(data)
     layer, head, training_auroc = probes.best_head(data.heads, train, 1.0, 1)
     assert (layer, head) == BEST
@@ -209,24 +207,21 @@ def test_iti_finds_the_planted_head_and_averages_three_probes(tmp_path: Path) ->
     c, *chosen = probes.iti_head(whole)
     assert tuple(chosen) == BEST
     x = hidden(data, BEST[0], "heads")[:, BEST[1] * D : (BEST[1] + 1) * D]
-    rng = np.random.default_rng(5)
+    rng = default_rng(5)
     expected = np.zeros(len(test))
     for _ in range(3):
         drawn = train[probes.group_bootstrap(data.label[train], data.group[train], rng)]
         expected -= fit_linear(x[drawn], data.label[drawn], c, "l2").logits(x[test]) / 3
-    np.testing.assert_allclose(probes.iti(whole), expected, rtol=1e-9)
+    assert_allclose(probes.iti(whole), expected, rtol=1e-9)
     fitted = fit_linear(x[train], data.label[train], 1.0, "l2")
     assert training_auroc == pytest.approx(auroc(data.label[train], fitted.logits(x[train])))
     pairs = whole.folds(base.INNER_FOLDS, "fold")
-    held_out = [
-        base.held_out_auroc(partial(base.linear_logits, c, "l2"), x, data.label, pairs)
-        for c in probes.ITI_GRID
-    ]
-    assert c == probes.ITI_GRID[int(np.argmax(np.round(held_out, 12)))]
+    assert c == base.best_c(x, data.label, pairs, probes.ITI_GRID)[0]
 
 
-def test_principal_components_are_those_of_all_layers_and_know_no_test_row(tmp_path: Path) -> None:
-    data = method_inputs(tmp_path, 90)
+def test_principal_components_are_those_of_all_layers_and_know_no_test_row(
+    data: MethodInputs,
+) -> None:
     train, test = sides(data)
     rows = np.r_[train, test]
     found = probes.principal_components(data.heads, train, rows, 5)
@@ -236,7 +231,7 @@ def test_principal_components_are_those_of_all_layers_and_know_no_test_row(tmp_p
     fitted = PCA(5).fit(z[train])
     expected = fitted.transform(z[rows])
     expected *= np.sign((expected * found)[: len(train)].sum(axis=0))  # which neither fixes
-    np.testing.assert_allclose(found, expected, atol=1e-8 * np.abs(expected).max())
+    assert_allclose(found, expected, atol=1e-8 * np.abs(expected).max())
     few = probes.principal_components(data.heads, train[:8], train[:8], 50)
     assert few.shape == (8, 7)  # eight rows differ in seven directions
 
@@ -259,7 +254,7 @@ def test_ties_go_to_the_lowest_layer_and_head_and_the_first_fit(tmp_path: Path) 
 
 def test_the_bootstrap_draws_whole_groups_with_replacement() -> None:
     group, label = np.array([5, 5, 5, 2, 2, 9]), np.array([1, 1, 1, 0, 0, 1])
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     seen = set()
     for _ in range(50):
         counts = np.bincount(probes.group_bootstrap(label, group, rng), minlength=6)
@@ -276,13 +271,11 @@ def test_the_bootstrap_draws_whole_groups_with_replacement() -> None:
 
 def test_fact_probe_reads_a_signal_spread_over_layers_from_a_window(tmp_path: Path) -> None:
     data = method_inputs(tmp_path, 400)
-    train, test = sides(data)
     start, size, c, _ = probes.search(fold(data, 2))
     assert (start, size) == (WIDE[0], len(WIDE))
     x = np.concatenate([hidden(data, layer) for layer in WIDE], axis=1)
-    np.testing.assert_array_equal(base.window(data.residual, 1, 5, np.arange(400)), x)
-    expected = -fit_linear(x[train], data.label[train], c, "l1").logits(x[test])
-    np.testing.assert_allclose(scores("fact-probe", data, 2), expected, rtol=1e-9)
+    assert_array_equal(base.window(data.residual, 1, 5, np.arange(400)), x)
+    assert_allclose(scores("fact-probe", data, 2), fitted(x, data, c, "l1"), rtol=1e-9)
 
 
 def test_of_equally_good_windows_the_smallest_is_taken_and_they_are_thinned_evenly(
@@ -304,7 +297,6 @@ def test_the_best_layer_and_fit_of_the_inner_folds_are_taken(tmp_path: Path) -> 
     assert base.at_depths(30, base.DEPTHS) == [6, 12, 17, 23, 29]
     assert (base.at_depths(2, (0.5, 0.75, 1.0)), base.at_depths(1, (0.5, 1.0))) == ([0, 1], [0])
     data = method_inputs(tmp_path, 200)
-    train, test = sides(data)
     layers, whole = base.at_depths(6, base.DEPTHS), fold(data, 2)
 
     def held_out(layer: int, c: float) -> float:
@@ -317,9 +309,8 @@ def test_the_best_layer_and_fit_of_the_inner_folds_are_taken(tmp_path: Path) -> 
     best = max((held_out(layer, c), layer, c) for layer in layers for c in probes.C_GRID)
     layer, fit = base.choose(whole, layers, probes.FITS, "fold")
     assert (layer, probes.C_GRID[fit]) == best[1:]
-    x = hidden(data, layer)
-    expected = -fit_linear(x[train], data.label[train], probes.C_GRID[fit], "l2").logits(x[test])
-    np.testing.assert_allclose(probes.p_ik(whole), expected, rtol=1e-9)
+    expected = fitted(hidden(data, layer), data, probes.C_GRID[fit])
+    assert_allclose(probes.p_ik(whole), expected, rtol=1e-9)
 
 
 def test_a_fold_that_lacks_a_class_is_left_out_and_the_method_named_where_all_do(
@@ -339,7 +330,7 @@ def test_a_fold_that_lacks_a_class_is_left_out_and_the_method_named_where_all_do
 def correlated(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """x [n, d], label [n], the covariance [d, d] within the classes, the difference of their means
     [d]."""
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     mixed = np.eye(width) + 3.0 * rng.standard_normal((width, 1)) @ rng.standard_normal((1, width))
     shift = rng.standard_normal(width)
     label = (rng.random(rows) < 0.3).astype(np.int64)
@@ -356,17 +347,16 @@ def test_mass_mean_is_the_covariance_s_inverse_times_the_difference_of_means() -
     assert direction @ expected / np.linalg.norm(direction) / np.linalg.norm(expected) > 0.999
     means = [x[label == value].mean(axis=0) for value in (0, 1)]
     halfway = np.stack(means).mean(axis=0)[None]
-    np.testing.assert_allclose(probes.discriminant(None, x, label, halfway), 0.0, atol=1e-3)
-    x, label, _, _ = correlated(
-        300, 6
-    )  # fully shrunk: the difference of means of standardised columns
+    assert_allclose(probes.discriminant(None, x, label, halfway), 0.0, atol=1e-3)
+    # fully shrunk: the difference of means of standardised columns
+    x, label, _, _ = correlated(300, 6)
     z = (x - x.mean(axis=0)) / x.std(axis=0)
     means = [z[label == value].mean(axis=0) for value in (0, 1)]
     plain = (z - (means[0] + means[1]) / 2) @ (means[1] - means[0])
     found = probes.discriminant(1.0, x, label, x)
     scale = found @ plain / (plain @ plain)
     assert scale > 0
-    np.testing.assert_allclose(found, scale * plain, rtol=1e-3, atol=1e-3)
+    assert_allclose(found, scale * plain, rtol=1e-3, atol=1e-3)
 
 
 def test_mass_mean_needs_fewer_rows_than_columns_and_ignores_constant_ones() -> None:
@@ -383,38 +373,21 @@ def test_mass_mean_needs_fewer_rows_than_columns_and_ignores_constant_ones() -> 
     assert -np.inf < low < 0 < high < np.inf
 
 
-@pytest.mark.parametrize("shrinkage", probes.SHRINKAGE)
-def test_copies_of_rows_are_no_reason_to_trust_the_covariance(shrinkage: float | None) -> None:
-    """Each row five times over changes a fixed share's direction by nothing, and Ledoit and Wolf's
-    towards overfit."""
-    x, label, _, _ = correlated(60, 50)
-    once = probes.discriminant(shrinkage, x, label, x[:5])
-    often = probes.discriminant(shrinkage, np.tile(x, (5, 1)), np.tile(label, 5), x[:5])
-    assert np.allclose(once, often, rtol=1e-3, atol=1e-3) == (shrinkage is not None)
-
-
 def test_the_ridge_weighs_layers_where_the_mean_cannot() -> None:
-    def made(rows: int, known: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Trajectories [n, 8], labels and groups of two; a strong common level, and the class at
-        the ``known``."""
-        rng = np.random.default_rng(0)
-        group = np.arange(rows) // 2
-        label = (rng.random(rows // 2) < 0.5).astype(np.int64)[group]
-        trajectory = rng.standard_normal((rows, 8)) + 3.0 * rng.standard_normal((rows, 1))
-        trajectory[:, known] += 1.5 * (2 * label - 1)[:, None]
-        return trajectory, label, group
+    """A strong level that all layers have in common, and the class at two of them."""
+    rng = default_rng(0)
+    group = np.arange(500) // 2
+    label = (rng.random(250) < 0.5).astype(np.int64)[group]
+    trajectory = rng.standard_normal((500, 8)) + 3.0 * rng.standard_normal((500, 1))
+    trajectory[:, (2, 5)] += 1.5 * (2 * label - 1)[:, None]
 
-    def ridge(rows: int, test: slice) -> np.ndarray:
-        return trajectory_ridge(trajectory[:rows], label[:rows], group[:rows], trajectory[test], 0)
+    def ridge(test: slice) -> np.ndarray:
+        return trajectory_ridge(trajectory[:300], label[:300], group[:300], trajectory[test], 0)
 
-    trajectory, label, group = made(500, (2, 5))
-    found = ridge(300, slice(300, 500))
+    risk = ridge(slice(300, 500))
     plain = risk_auroc(label[300:], -trajectory[300:].mean(axis=1))
-    assert risk_auroc(label[300:], found) > 0.9 > 0.7 > plain
-    np.testing.assert_allclose(ridge(300, slice(305, 310)), found[5:10], rtol=1e-9)
-    trajectory, label, group = made(2000, ())
-    found = ridge(1000, slice(1000, 2000))
-    assert abs(risk_auroc(label[1000:], found) - 0.5) < 0.05
+    assert risk_auroc(label[300:], risk) > 0.9 > 0.7 > plain
+    assert_allclose(ridge(slice(305, 310)), risk[5:10], rtol=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -425,13 +398,11 @@ def pooled(data: MethodInputs) -> np.ndarray:
 def test_an_attention_pooled_probe_finds_the_token_that_knows(
     data: MethodInputs, pooled: np.ndarray
 ) -> None:
-    train, test = sides(data)
     tokens = data.positions.states
     there = tokens[:, 1].any(axis=2, keepdims=True)
     mean = tokens[:, 1].sum(axis=1, dtype=np.float64) / there.sum(axis=1)
-    plain = -fit_linear(mean[train], data.label[train], 0.1, "l2").logits(mean[test])
     found = quality(data, pooled)
-    assert found > max(0.9, quality(data, plain) + 0.05)
+    assert found > max(0.9, quality(data, fitted(mean, data, 0.1)) + 0.05)
     # what is not there is not read
     padded = np.concatenate([np.zeros_like(tokens[:, :, :5]), tokens], axis=2)
     again = replace(data, positions=replace(data.positions, states=padded))
@@ -465,7 +436,7 @@ def test_a_semantic_entropy_probe_sees_neither_labels_nor_test_samples(data: Met
 
 
 def test_the_best_split_is_that_of_all_thresholds() -> None:
-    values = np.round(np.random.default_rng(1).gamma(2.0, size=40), 1)
+    values = np.round(default_rng(1).gamma(2.0, size=40), 1)
 
     def lost(at: float) -> float:
         sides = values[values < at], values[values >= at]
@@ -479,7 +450,7 @@ def test_the_best_split_is_that_of_all_thresholds() -> None:
 
 def ring(rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Points whose class is their distance from the centre, which no line separates."""
-    x = np.random.default_rng(0).standard_normal((rows, 4)) * [1, 30, 0.1, 1] + [0, 50, -2, 0]
+    x = default_rng(0).standard_normal((rows, 4)) * [1, 30, 0.1, 1] + [0, 50, -2, 0]
     radius = ((x - [0, 50, -2, 0]) / [1, 30, 0.1, 1])[:, :3]
     return x.astype(np.float32), (np.sum(radius**2, axis=1) < 2.4).astype(np.int64)
 
@@ -528,7 +499,7 @@ def test_the_loss_of_iris_against_hand_computed_values() -> None:
 
 
 def test_iris_reads_the_last_layer_and_learns_what_no_line_can(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     rows = noise(rng, 600, Site.ATTENTION_HEAD)
     z = (rows[:, LAST] - rows[:, LAST].mean(axis=0)) / rows[:, LAST].std(axis=0)
     # columns of two heads; each alone says nothing
@@ -540,9 +511,7 @@ def test_iris_reads_the_last_layer_and_learns_what_no_line_can(tmp_path: Path) -
         return quality(inputs, scores("iris", replace(inputs, heads=heads)))
 
     assert iris() > 0.75
-    train, test = sides(inputs)
-    line = fit_linear(rows[train, LAST], label[train], 1.0, "l2").logits(rows[test, LAST])
-    assert quality(inputs, -line) < 0.6
+    assert quality(inputs, fitted(rows[:, LAST], inputs, 1.0)) < 0.6
     rows[:, LAST] = rows[rng.permutation(600), LAST]  # the other layers keep everything
     assert iris() < 0.65
 
@@ -571,14 +540,14 @@ def test_mind_reads_the_last_token_over_layers_and_the_last_layer_over_tokens(
     answer = TracedAnswer(
         Completion("", (1, 2), "stop"), np.zeros(2), last.astype("f4"), mean.astype("f4")
     )
-    np.testing.assert_array_equal(networks.features(answer), [4, 5, 6, 7, 108, 109, 110, 111])
+    assert_array_equal(networks.features(answer), [4, 5, 6, 7, 108, 109, 110, 111])
     states: Any = data.answers.states
     rare = replace(data, answers=replace(data.answers, states=states * 1e3 + 1e5))
     assert quality(data, scores("mind", rare, 1)) > 0.85, "standardised by the training side"
 
 
 def test_eigenscore_is_the_paper_s_equation() -> None:
-    states = np.random.default_rng(0).normal(2.0, 3.0, (4, 9))
+    states = default_rng(0).normal(2.0, 3.0, (4, 9))
     z = states.T  # [d, K]
     centring = np.eye(9) - np.ones((9, 9)) / 9
     _, log_det = np.linalg.slogdet(z.T @ centring @ z + 1e-3 * np.eye(4))
@@ -599,35 +568,16 @@ class Words:
     def tokenize(self, text: str) -> list[int]:
         return [0, *([self.known[text]] if text in self.known else [9, 9] if text else [])]
 
-    def next_token(self, prompts: Any, tokens: Any) -> np.ndarray:
-        table = np.log(
-            np.array([0.0, 0.1, 0.2, 0.05, 0.0, 0.25, 0.15]),
-            where=np.arange(7) % 4 != 0,
-            out=np.zeros(7),
-        )
-        return np.array([table[list(tokens)]] * len(prompts))
-
 
 def test_a_follow_up_is_what_the_template_writes_behind_an_answer() -> None:
     engine = tiny.shared_engine("llama")
     for form, text in (("text", "\nIs it?"), ("chat", "\nuser: Is it?\n")):
         assert engine.detokenize(own_answers.follow_up(engine, "Is it?", form)) == text
 
-    class Chat(Words):
-        known: ClassVar = {"X": 4, "0": 6, "a": 7, "Is it?": 8}
-
-        def render_chat(self, messages: Any) -> list[int]:
-            marks = {"user": 20, "assistant": 21}
-            turns = [(marks[turn["role"]], self.known[turn["content"]]) for turn in messages]
-            return [0, *(token for turn in turns for token in (*turn, 30)), 21]
-
-    assert own_answers.follow_up(Chat(), "Is it?", "chat") == [30, 20, 8, 30, 21]
-
 
 def test_p_true_sums_the_forms_of_its_answers() -> None:
     engine = Words()
     assert own_answers.candidates(engine) == ([1, 2, 3], [5, 6])
-    np.testing.assert_allclose(own_answers.log_odds(engine, [[1], [2]]), np.log([0.35 / 0.4] * 2))
     text = own_answers.asked("Who?", "Me.")
     assert text.startswith("Question: Who?\nProposed Answer: Me.\n")
     assert text.endswith("The proposed answer is:")
@@ -662,35 +612,21 @@ def test_semantic_entropy_by_counts_and_by_likelihood(
     assert own_answers.semantic_entropy(np.array(groups), weights) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("question", "answers", "expected"),
-    [
-        (
-            "What is the capital of France?",
-            [
-                "The capital of France is Paris.",
-                "Paris",
-                "paris!",
-                "It is Rome.",
-                "PARIS, of course",
-                "Rome",
-            ],
-            [0, 0, 0, 1, 0, 1],
-        ),
-        (
-            "Is the earth flat?",
-            ["Yes.", "No.", "No, the earth is not flat.", "no", "Yes, it is."],
-            [0, 1, 1, 1, 0],
-        ),
-        (
-            "Who wrote Hamlet?",
-            ["Shakespeare wrote it", "Shakespeare never wrote it", "It wasn't Shakespeare"],
-            [0, 1, 2],
-        ),
-        ("When was the moon landing?", ["1969", "In July 1969", "1996", "in 1,969"], [0, 0, 1, 0]),
-        ("Name a colour", ["Name a colour", "name a colour!", "colour", "Red"], [0, 0, 1, 2]),
-        ("Why?", ["", "", "So"], [0, 0, 1]),
-    ],
+# A question, and answers to it, each behind the number of its meaning.
+MEANINGS = cells(
+    """
+    What is the capital of France? | 0 The capital of France is Paris.; 0 Paris; 0 paris!; 1 Rome
+    What is the capital of France? | 0 Paris; 1 It is Rome.; 0 PARIS, of course; 1 Rome
+    Is the earth flat? | 0 Yes.; 1 No.; 1 No, the earth is not flat.; 1 no; 0 Yes, it is.
+    Who wrote Hamlet | 0 Shakespeare wrote it; 1 Shakespeare never wrote it; 2 It wasn't Shakespeare
+    When was the moon landing? | 0 1969; 0 In July 1969; 1 1996; 0 in 1,969
+    Name a colour | 0 Name a colour; 0 name a colour!; 1 colour; 2 Red
+    Why? | 0 ; 0 ; 1 So
+    """
 )
-def test_answers_that_mean_the_same(question: str, answers: list[str], expected: list[int]) -> None:
-    assert own_answers.clusters(question, answers).tolist() == expected
+
+
+@pytest.mark.parametrize(("question", "answers"), MEANINGS)
+def test_answers_that_mean_the_same(question: str, answers: str) -> None:
+    meanings, texts = zip(*(answer.split(" ", 1) for answer in answers.split("; ")), strict=True)
+    assert own_answers.clusters(question, texts).tolist() == [*map(int, meanings)]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
@@ -77,9 +78,7 @@ def test_pooled_activations_are_the_onsets_of_every_beginning_pooled_by_hand(nam
             layers = states[site].astype(np.float64).swapaxes(0, 1)
             expected = np.stack([by_hand(layer, prompt, pooling) for layer in layers])
             assert pooled.dtype == np.float32
-            np.testing.assert_allclose(
-                pooled[row], expected, rtol=0, atol=1e-5, err_msg=f"{pooling} of {row}"
-            )
+            assert_allclose(pooled[row], expected, rtol=0, atol=1e-5, err_msg=f"{pooling} of {row}")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -87,37 +86,27 @@ def test_spans_are_means_of_onsets_of_beginnings_and_the_last_token_s_distributi
     name: str,
 ) -> None:
     engine = tiny.shared_engine(name)
-    prompts = mixed_prompts()
     layers = [0, 2]
-    behind = [7, 11, 5]
-    ends = [len(prompt) for prompt in prompts]
-    rows = [[*prompt, *behind] for prompt in prompts]
+    rows = [[*prompt, 7, 11, 5] for prompt in mixed_prompts()]
+    ends = [len(row) - 3 for row in rows]
     spans = [[(max(0, end - 8), end), (end, end + 2), (end + 2, end + 3)] for end in ends]
     found = PoolingEngine(engine).spans(rows, spans, layers=layers, count=6, ends=ends)
-    assert (found.states.shape[:3], found.states.dtype) == ((len(prompts), 2, 6), np.float16)
-    heads = Site.ATTENTION_HEAD
-    pooled = PoolingEngine(engine).extract(prompts, BOTH, [Pooling.LAST_8]).pooled
-    np.testing.assert_allclose(found.heads[0], pooled[heads, Pooling.LAST_8], rtol=0, atol=1e-5)
-    whole = engine.extract(rows, BOTH)
-    one = engine.extract([row[:-2] for row in rows], BOTH)
-    two = engine.extract([row[:-1] for row in rows], BOTH)
-    both = (one.activations[heads] + two.activations[heads]) / 2
-    np.testing.assert_allclose(found.heads[1], both, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(found.heads[2], whole.activations[heads], rtol=0, atol=1e-5)
-    signals = [(first.log_max_prob, first.entropy) for first in whole.first_tokens]
-    np.testing.assert_allclose(found.first_token, signals, rtol=1e-4, atol=1e-5)
-    for row, prompt in enumerate(prompts):
-        places = range(max(0, len(prompt) - 6), len(prompt))
-        states = engine.extract([prompt[: end + 1] for end in places], BOTH).activations[
-            Site.RESIDUAL_STREAM
-        ]
-        expected = states[:, layers].swapaxes(0, 1)
-        np.testing.assert_allclose(
-            found.states[row][:, 6 - len(places) :], expected, rtol=2e-3, atol=2e-3
-        )
-        assert not found.states[row][:, : 6 - len(places)].any()
+    assert (found.states.shape[:3], found.states.dtype) == ((len(rows), 2, 6), np.float16)
+    for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        onsets = engine.extract([row[: token + 1] for token in range(len(row))], BOTH)
+        heads = onsets.activations[Site.ATTENTION_HEAD]
+        for number, (start, stop) in enumerate(spans[index]):
+            expected = heads[start:stop].mean(axis=0)
+            assert_allclose(found.heads[number][index], expected, rtol=0, atol=1e-5)
+        last = onsets.first_tokens[-1]
+        signals = (last.log_max_prob, last.entropy)
+        assert_allclose(found.first_token[index], signals, rtol=1e-4, atol=1e-5)
+        residual = onsets.activations[Site.RESIDUAL_STREAM][max(0, end - 6) : end, layers]
+        before, states = np.split(found.states[index], [6 - len(residual)], axis=1)
+        assert_allclose(states, residual.swapaxes(0, 1), rtol=2e-3, atol=2e-3)
+        assert not before.any()
     alone = PoolingEngine(engine).spans(rows, [of_row[:1] for of_row in spans])
-    np.testing.assert_array_equal(alone.heads, found.heads[:1])
+    assert_array_equal(alone.heads, found.heads[:1])
     assert alone.states.size == 0
 
 
@@ -127,7 +116,7 @@ def test_what_the_engine_itself_reads_does_not_change_by_a_bit() -> None:
     ablation = PoolingEngine(engine).extract(mixed_prompts(), BOTH, OTHERS, Sampling(max_tokens=3))
     assert (plain.first_tokens, plain.completions) == (ablation.first_tokens, ablation.completions)
     for site in BOTH:
-        np.testing.assert_array_equal(plain.activations[site], ablation.activations[site])
+        assert_array_equal(plain.activations[site], ablation.activations[site])
     assert PoolingEngine(engine).extract(mixed_prompts(), BOTH).pooled == {}
     assert PoolingEngine(engine).identity is engine.identity
 

@@ -3,12 +3,14 @@ where none are."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,20 +41,16 @@ LABELLED = np.array([0, 2, 3, 4, 6, 7])  # the judge left two rows out
 LONGEST, SAMPLES = 5, 3
 
 
-class Killed:
-    """An engine that is killed at its nth call for samples."""
+def killed_at(call: int, sample: Callable[..., Any]) -> Callable[..., Any]:
+    """This function, killed at its nth call."""
+    calls = itertools.count(1)
 
-    def __init__(self, engine: PoolingEngine, at: int) -> None:
-        self._engine, self._left = engine, at
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def sample(self, *arguments: Any) -> Any:
-        self._left -= 1
-        if not self._left:
+    def sample_or_die(*arguments: Any) -> Any:
+        if next(calls) == call:
             raise KeyboardInterrupt
-        return self._engine.sample(*arguments)
+        return sample(*arguments)
+
+    return sample_or_die
 
 
 @pytest.fixture(scope="module")
@@ -161,13 +159,15 @@ def files(out: Path) -> dict[str, bytes]:
 
 
 def test_a_killed_run_goes_on_to_the_same_files(
-    tmp_path: Path, engine: Any, made: PreparedSet
+    tmp_path: Path, engine: Any, made: PreparedSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = read(engine, tmp_path / "whole", made).inputs.answers
-    for kill_at in (1, 2, 3, 5):
-        killed = tmp_path / f"killed at {kill_at}"
-        with pytest.raises(KeyboardInterrupt):
-            read(Killed(engine, kill_at), killed, made)
+    for call in (1, 2, 3, 5):
+        killed = tmp_path / f"killed at {call}"
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "sample", killed_at(call, engine.sample), raising=False)
+            with pytest.raises(KeyboardInterrupt):
+                read(engine, killed, made)
         before = {name: (killed / name).stat().st_mtime_ns for name in files(killed)}
         again = read(engine, killed, made).inputs.answers
         assert files(killed) == files(tmp_path / "whole")
@@ -183,14 +183,7 @@ def test_seeds_differ_by_row_and_number_and_more_samples_keep_the_first() -> Non
     )
 
 
-def test_the_first_word_of_content_is_neither_a_stop_word_nor_the_question_s() -> None:
-    letters = cast(
-        Any,
-        SimpleNamespace(
-            tokenize=lambda text: [256, *text.encode()],  # one token in front, as of a sentence
-            detokenize=lambda ids: bytes(one for one in ids if one < 256).decode(),
-        ),
-    )
+def test_the_first_word_of_content_is_neither_a_stop_word_nor_the_question_s(engine: Any) -> None:
     asked = "What is the capital of France?"
     for answer, before in (
         ("The capital of France is Paris, of course.", "The capital of France is "),
@@ -201,7 +194,8 @@ def test_the_first_word_of_content_is_neither_a_stop_word_nor_the_question_s() -
         ("I think that it's Lyon.", "I "),
         ("the city-state", "the "),
     ):
-        assert bytes(own_answers.before_content(letters, asked, answer)).decode() == before, answer
+        ids = own_answers.before_content(engine, asked, answer)
+        assert engine.detokenize(ids) == before, answer
 
 
 def test_answers_that_are_not_the_judged_ones_are_counted(

@@ -3,6 +3,7 @@ transfer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.random import default_rng
 from torch import nn
 
 from hallutracer_research.evaluation import options, results, tables
@@ -27,13 +29,20 @@ from hallutracer_research.evaluation.results import SetResult, compare, delong, 
 from hallutracer_research.evaluation.tables import form_table, second_look_table, transfer_table
 from service.errors import TrainingError
 from service.fitting.nested_cv import FoldScores
+from tests.kit.tables import cells
 from tests.research.made import method_inputs
 
 LENGTHS = Tokens(prompt=20.0, answer=8, samples=3, p_true=45.0, scaffold=4.0, other_model=25.0)
-# multiply-adds with ``Weights(1000, 300)``
-PREFILL = 20 * 1000
-HEAD, TOKEN = 300, 1300
-C, D = PREFILL + 8 * TOKEN, PREFILL + 3 * 8 * TOKEN
+WEIGHTS = Weights(blocks=1000, head=300)
+# Multiply-adds of what a method takes, with these weights.
+MULTIPLY_ADDS = {
+    "prefill": 20 * 1000,
+    "head": 300,
+    "answer": 8 * 1300,
+    "samples": 3 * 8 * 1300,
+    "scaffold": 4 * 1000,
+    "p-true": 45 * 1000,
+}
 
 
 def test_methods_by_name_and_by_class() -> None:
@@ -82,36 +91,39 @@ def test_methods_by_name_and_by_class() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "whole", "without"),
-    [
-        ("p-ik", PREFILL, 1.0),
-        ("sep", PREFILL, 1.0),
-        ("text-ngrams", 0, 0.0),
-        ("first-token-entropy", PREFILL + HEAD, None),
-        ("halluguard", C, None),
-        ("perplexity", C, None),
-        ("mind", C, None),
-        ("p-true", C + 45 * 1000 + HEAD, None),
-        ("semantic-entropy", D, None),
-        ("eigenscore", D, None),
-        ("scaffold-depth-mean", PREFILL + 4 * 1000, None),
-        ("last-8-depth-mean", PREFILL, 1.0),
-        ("scaffold-entropy", PREFILL + 4 * 1000 + HEAD, None),
-        ("p-true-examples", C + 45 * 1000 + HEAD, None),
-        ("answer-mean-depth-mean", C, None),
-        ("asked-depth-mean", C + 4 * 1000, None),
-        ("depth-mean-and-asked", C + 4 * 1000, None),
-        ("content-entropy", C, None),
-    ],
+    ("name", "takes"),
+    cells(
+        """
+        text-ngrams | nothing
+        p-ik | prefill
+        sep | prefill
+        last-8-depth-mean | prefill
+        first-token-entropy | prefill head
+        halluguard | prefill answer
+        perplexity | prefill answer
+        mind | prefill answer
+        answer-mean-depth-mean | prefill answer
+        content-entropy | prefill answer
+        p-true | prefill answer p-true head
+        p-true-examples | prefill answer p-true head
+        asked-depth-mean | prefill answer scaffold
+        depth-mean-and-asked | prefill answer scaffold
+        semantic-entropy | prefill samples
+        eigenscore | prefill samples
+        scaffold-depth-mean | prefill scaffold
+        scaffold-entropy | prefill scaffold head
+        """
+    ),
 )
-def test_costs_are_multiply_adds_over_those_of_the_prefill(
-    name: str, whole: int, without: float | None
-) -> None:
+def test_costs_are_multiply_adds_over_those_of_the_prefill(name: str, takes: str) -> None:
+    prefills = sum(MULTIPLY_ADDS.get(part, 0) for part in takes.split()) / MULTIPLY_ADDS["prefill"]
+    assert cost(name, WEIGHTS, LENGTHS).prefills == pytest.approx(prefills)
+    # Of a model whose weights cannot be counted.
+    assert cost(name, None, LENGTHS).prefills == (prefills if prefills in (0, 1) else None)
+
+
+def test_weights_are_those_of_the_blocks_and_of_the_head() -> None:
     blocks = [nn.Linear(20, 49), nn.Linear(1, 1, bias=False)]
-    assert cost(name, Weights(blocks=1000, head=300), LENGTHS).prefills == pytest.approx(
-        whole / PREFILL
-    )
-    assert cost(name, None, LENGTHS).prefills == without  # weights that cannot be counted
     model = SimpleNamespace(blocks=blocks, head=nn.Linear(4, 50, bias=False))
     assert options.count_weights(SimpleNamespace(torch_model=model)) == Weights(
         20 * 49 + 49 + 1, 200
@@ -120,10 +132,11 @@ def test_costs_are_multiply_adds_over_those_of_the_prefill(
 
 
 def test_another_model_costs_its_own_prefill() -> None:
-    own, small = Weights(blocks=1000, head=300), Weights(blocks=100, head=300)
-    assert cost("other-model", own, LENGTHS, small).prefills == pytest.approx(25 * 100 / PREFILL)
-    assert cost("other-model", own, LENGTHS).prefills is None
-    assert cost("text-embedding", own, LENGTHS, small).prefills is None
+    small = Weights(blocks=100, head=300)
+    prefills = cost("other-model", WEIGHTS, LENGTHS, small).prefills
+    assert prefills == pytest.approx(25 * 100 / MULTIPLY_ADDS["prefill"])
+    assert cost("other-model", WEIGHTS, LENGTHS).prefills is None
+    assert cost("text-embedding", WEIGHTS, LENGTHS, small).prefills is None
     for name, field in (("other-model", "other_model"), ("text-embedding", "embedder")):
         with pytest.raises(TrainingError, match="needs another model") as caught:
             EvaluateOptions(
@@ -135,7 +148,7 @@ def test_another_model_costs_its_own_prefill() -> None:
 def runs_of(label: np.ndarray, score: np.ndarray) -> list[FoldScores]:
     found = []
     for seed in range(2):
-        fold = np.random.default_rng(seed).permutation(len(label)) % 4
+        fold = default_rng(seed).permutation(len(label)) % 4
         found += [
             FoldScores(
                 seed,
@@ -149,8 +162,8 @@ def runs_of(label: np.ndarray, score: np.ndarray) -> list[FoldScores]:
 
 
 def planted(separation: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    label = (np.random.default_rng(99).random(800) < 0.5).astype(np.int64)
-    return label, np.random.default_rng(seed).standard_normal(800) + separation * (1 - label)
+    label = (default_rng(99).random(800) < 0.5).astype(np.int64)
+    return label, default_rng(seed).standard_normal(800) + separation * (1 - label)
 
 
 def test_measures_are_means_over_the_test_sides_with_the_positive_class_named() -> None:
@@ -214,7 +227,7 @@ def test_rows_stand_by_cost_class_and_else_in_the_order_asked_for() -> None:
 def draw(seed: int, count: int, gain: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Label, and two risks of the same rows with correlated noise; the first separates better by
     ``gain``."""
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     label = np.repeat([0, 1], count // 2)
     common = rng.standard_normal(count) * 0.6
     noise = rng.standard_normal((2, count)) * 0.8
@@ -246,10 +259,8 @@ def test_delong_s_equal_rankings_no_variance_and_refusals() -> None:
         assert delong(label, risk, same)[2:] == (0.0, 1.0)
     perfect = np.array([0.9, 0.8, 0.7, 0.3, 0.2, 0.1])
     assert delong(np.array([0, 0, 0, 1, 1, 1]), perfect, np.full(6, 0.5)) == (1.0, 0.5, None, None)
-    assert delong(np.array([0, 1, 1]), perfect[:3], perfect[:3])[2:] == (
-        None,
-        None,
-    )  # one row of a class
+    # one row of a class
+    assert delong(np.array([0, 1, 1]), perfect[:3], perfect[:3])[2:] == (None, None)
     for given, said in (
         (
             (label, risk, np.where(np.arange(200) == 3, np.nan, other)),
@@ -267,8 +278,24 @@ FORMS = ["lone", "turn"] * 20 + ["polite"] * 4
 FORM_LABEL = np.array([0, 0, 1, 1] * 10 + [1] * 4)
 
 
-def of_folds(values: np.ndarray, tests: list[np.ndarray]) -> list[FoldScores]:
-    return [FoldScores(0, fold, test, values[test]) for fold, test in enumerate(tests)]
+def result_of(
+    label: np.ndarray,
+    scores: dict[str, np.ndarray],
+    *tests: np.ndarray,
+    rows: Sequence[Any] = (),
+    **inputs: Any,
+) -> SetResult:
+    """One seed's result: scores of all rows, and the test sides."""
+    prepared: Any = SimpleNamespace(
+        rows=SimpleNamespace(name="made", dataset=SimpleNamespace(rows=rows)),
+        index=np.arange(len(label)),
+        inputs=SimpleNamespace(label=label, **inputs),
+    )
+    by_fold = {
+        name: [FoldScores(0, fold, test, values[test]) for fold, test in enumerate(tests)]
+        for name, values in scores.items()
+    }
+    return SetResult(prepared, [], by_fold, None)
 
 
 def with_forms(forms: list[str] = FORMS) -> SetResult:
@@ -276,17 +303,9 @@ def with_forms(forms: list[str] = FORMS) -> SetResult:
     the other way."""
     sign = np.array([{"turn": -1}.get(form, 1) for form in forms])
     good = sign * (1 - 2 * FORM_LABEL)  # rises with hallucination
-    tests = [np.arange(0, 24), np.arange(24, 44)]
-    scores = {
-        method: of_folds(values, tests)
-        for method, values in ((OURS, good), ("iti", -good), ("prompt-length", good))
-    }
     rows = [SimpleNamespace(strata={"form": form} if form else {}) for form in forms]
-    named = SimpleNamespace(name="made", dataset=SimpleNamespace(rows=rows))
-    prepared: Any = SimpleNamespace(
-        rows=named, index=np.arange(44), inputs=SimpleNamespace(label=FORM_LABEL)
-    )
-    return SetResult(prepared, [], scores, None)
+    scores = {OURS: good, "iti": -good, "prompt-length": good}
+    return result_of(FORM_LABEL, scores, np.arange(24), np.arange(24, 44), rows=rows)
 
 
 def test_each_form_has_its_ranking_and_one_of_a_single_class_none() -> None:
@@ -314,19 +333,15 @@ def test_a_second_look_shows_fewer_wrong_answers_and_costs_the_tokens_of_those_t
     label = np.repeat([0, 1, 0], [5, 5, 10])
     before, both = np.arange(20.0), np.where(label == 1, 0.0, 1.0)
     tokens = np.repeat([2, 4, 1], [5, 5, 10])
-    scores = {
-        name: of_folds(values, [np.arange(20)])
-        for name, values in ((OURS, before), (ANSWER_MEAN, -before), (WITH_ANSWER, both))
-    }
-    named = SimpleNamespace(name="made", dataset=SimpleNamespace(rows=[]))
-    inputs = SimpleNamespace(label=label, behind=SimpleNamespace(answer_tokens=tokens))
-    prepared: Any = SimpleNamespace(rows=named, inputs=inputs)
-    table = second_look_table([SetResult(prepared, [], scores, None)])
+    scores = {OURS: before, ANSWER_MEAN: -before, WITH_ANSWER: both}
+    behind = SimpleNamespace(answer_tokens=tokens)
+    table = second_look_table([result_of(label, scores, np.arange(20), behind=behind)])
     quarter = {row["shown"]: row for row in table.rows}[0.2]
     found = {name: quarter[name]["mean"] for name in ("before", "after", "both", "staged")}
     assert found == {"before": 1.0, "after": 1.0, "both": 0.0, "staged": 0.25}
     assert (quarter["before_tokens"]["mean"], quarter["staged_tokens"]["mean"]) == (8 / 40, 22 / 40)
-    assert second_look_table([SetResult(prepared, [], {OURS: scores[OURS]}, None)]) is None
+    alone = result_of(label, {OURS: before}, np.arange(20), behind=behind)
+    assert second_look_table([alone]) is None
 
 
 OPTIONS = EvaluateOptions(

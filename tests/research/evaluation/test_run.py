@@ -30,19 +30,26 @@ from service.demo.questions import questions
 from service.errors import TrainingError
 from tests.command_line import hallutracer
 from tests.engines import tiny
-from tests.kit.rows import without
+from tests.kit.rows import only, without
+from tests.kit.tables import cells, lines
+from tests.research.data.samples import write_lines
 
 ROOT = Path(__file__).parents[3]
 TITLE = "HalluTracer (depth mean)"
-QUICK = {
-    "--limit": "160",
-    "--seeds": "1",
-    "--folds": "3",
-    "--inner-folds": "2",
-    "--c": "0.3",
-    "--jobs": "1",
-    "--threads": "1",
-}
+QUICK = dict(
+    line.split()
+    for line in lines(
+        """
+        --limit 160
+        --seeds 1
+        --folds 3
+        --inner-folds 2
+        --c 0.3
+        --jobs 1
+        --threads 1
+        """
+    )
+)
 PAPER = ("--suite", "paper", "--no-per-subset")
 TWO = ("--methods", "hallutracer,prompt-length", "--no-per-subset")
 
@@ -72,21 +79,14 @@ def files(out: Path) -> dict[Path, int]:
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_lines(path, rows))
 
 
 def labelled(count: int = 120) -> list[dict[str, Any]]:
     """Questions with labels of their own that nothing in the model foretells."""
     return [
-        {
-            "id": row["id"],
-            "prompt": row["prompt"],
-            "label": number % 2,
-            "group": f"g{number // 2}",
-            "kind": row["kind"],
-        }
-        for number, row in enumerate(questions("dev")[:count])
+        row | {"label": number % 2, "group": f"g{number // 2}"}
+        for number, row in enumerate(only(questions("dev")[:count], "id", "prompt", "kind"))
     ]
 
 
@@ -357,25 +357,27 @@ def test_an_own_fit_that_fails_is_an_error_and_what_is_kept_is_not_computed_agai
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
-    [
-        (["--data", "nowhere.jsonl"], 2, "nowhere.jsonl"),
-        (["--data", "truefalse=/nonexistent"], 1, "is not a folder"),
-        (["--methods", "hallutracer,magic"], 1, "'magic'"),
-        (["--methods", "iti"], 1, "hallutracer must be among the methods"),
-        (["--methods", "hallutracer,other-model"], 1, "other-model needs another model"),
-        (["--methods", "hallutracer,text-embedding"], 1, "text-embedding needs another model"),
-        (["--model", "some/model"], 2, "name the data"),
-        (["--limit", "49"], 2, "'49'"),
-        (["--beside", "nowhere"], 1, "holds no finished evaluation"),
-        (["--limit", "demo-questions=many"], 2, "'demo-questions=many'"),
-        (["--limit", "helm=60"], 2, "'helm' is not among the data"),
-        (["--limit", "60", "--limit", "70"], 2, "given twice"),
-    ],
+    cells(
+        """
+        --data nowhere.jsonl | 2 | nowhere.jsonl
+        --data truefalse=/nonexistent | 1 | is not a folder
+        --methods hallutracer,magic | 1 | 'magic'
+        --methods iti | 1 | hallutracer must be among the methods
+        --methods hallutracer,other-model | 1 | other-model needs another model
+        --methods hallutracer,text-embedding | 1 | text-embedding needs another model
+        --model some/model | 2 | name the data
+        --limit 49 | 2 | '49'
+        --beside nowhere | 1 | holds no finished evaluation
+        --limit demo-questions=many | 2 | 'demo-questions=many'
+        --limit helm=60 | 2 | 'helm' is not among the data
+        --limit 60 --limit 70 | 2 | given twice
+        """
+    ),
 )
 def test_wrong_input_is_said_before_a_model_is_loaded(
-    tmp_path: Path, arguments: list[str], code: int, words: str
+    tmp_path: Path, arguments: str, code: str, words: str
 ) -> None:
-    done = run(tmp_path / "out", *arguments, expect=code)
+    done = run(tmp_path / "out", *arguments.split(), expect=int(code))
     assert words in re.sub(r"\s+", " ", done.stderr.replace("│", " "))
     assert not list(tmp_path.rglob("*.f32"))
 
@@ -385,12 +387,10 @@ def test_rows_with_labels_may_be_answered_anew_and_those_that_ask_for_no_fact_ar
 ) -> None:
     rows = [row | {"label": number % 2} for number, row in enumerate(questions("dev")[:120])]
     data = written(tmp_path / "mine.jsonl", [*rows, {"prompt": "Write a poem.", "applies": False}])
-    given = run(tmp_path / "given", "--data", data, *TWO, "--limit", "1000").stdout
-    generated = run(
-        tmp_path / "generated", "--data", data, *TWO, "--limit", "1000", "--labels", "generate"
-    ).stdout
-    for said in (given, generated):
-        assert "1 rows that ask for no fact left out" in said
+    common = ("--data", data, *TWO, "--limit", "1000")
+    for name, more in (("given", ()), ("generated", ("--labels", "generate"))):
+        printed = run(tmp_path / name, *common, *more).stdout
+        assert "1 rows that ask for no fact left out" in printed
     about = [
         results(tmp_path / name)["tables"]["sets"]["rows"][0] for name in ("given", "generated")
     ]

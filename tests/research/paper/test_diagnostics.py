@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
+from itertools import permutations, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import kstest, linregress, trim_mean
+from numpy.random import default_rng
+from scipy.stats import kstest, linregress, norm, trim_mean, ttest_1samp
 from sklearn.metrics import roc_auc_score
 
 from hallutracer_research.paper.ablations import uniformity
@@ -76,104 +79,91 @@ def test_what_cannot_be_diagnosed_is_named(call: Any, said: str) -> None:
         call()
 
 
-def depth(m: int, size: int) -> list[int] | None:
-    found = features.depth_layers(m, size, best_layer=17)
-    return None if found is None else found.tolist()
+def test_pooled_spreads_of_15_factual_rows_and_35_others() -> None:
+    x, factual = default_rng(0).standard_normal((50, 3)) * [1, 2, 3], np.arange(50) < 15
+    covariance = 0.3 * np.cov(x[:15], rowvar=False) + 0.7 * np.cov(x[15:], rowvar=False)
+    assert classes.pooled_covariance(x, factual) == pytest.approx(covariance)
+    assert classes.pooled_variance(x, factual) == pytest.approx(np.diag(covariance))
+    assert np.isnan(classes.effect_size(np.ones((4, 1)), np.arange(4) < 2)).all()
 
 
-def zones(m: int) -> list[tuple[int, int, int]]:
-    """The first and the last of each, and how many there are between."""
-    parts = vars(features.zones(m)).values()
-    return [(part[0], part[-1], len(set(part.tolist()))) for part in parts]
+def test_undefined_numbers_are_null() -> None:
+    numbers = {"a": np.array([1.0, np.nan]), "b": (np.float64(2), np.inf, "x", None, np.int64(3))}
+    assert classes.as_document(numbers) == {"a": [1.0, None], "b": [2.0, None, "x", None, 3]}
+    assert increments.kappa_table(np.zeros((4, 3)), [0, 0, 1, 1]).kappa_mean is None
 
 
-def pooled(kind: str) -> Any:
-    """What is found less what is defined, of 15 factual rows and 35 others."""
-    x = np.random.default_rng(0).standard_normal((50, 3)) * [1, 2, 3]
-    expected = 0.3 * np.cov(x[:15], rowvar=False) + 0.7 * np.cov(x[15:], rowvar=False)
-    found = getattr(classes, f"pooled_{kind}")(x, np.arange(50) < 15)
-    return np.abs(found - (expected if kind == "covariance" else np.diag(expected))).max()
-
-
-UNDEFINED = {"a": np.array([1.0, np.nan]), "b": (np.float64(2), np.inf, "x", None, np.int64(3))}
+def test_as_many_middle_layers_as_the_paper_counts_for_its_models() -> None:
+    for m, count in ((28, 18), (32, 20), (48, 30), (64, 40), (80, 48)):
+        assert len(classes.middle_layers(m)) == len(classes.middle_transitions(m)) == count
+    assert (len(classes.middle_layers(3)), len(classes.middle_transitions(3))) == (3, 2)
 
 
 @pytest.mark.parametrize(
-    ("call", "expected"),
+    ("m", "ends"),
     [
-        *(
-            (lambda kind=kind: pooled(kind), pytest.approx(0, abs=1e-12))
-            for kind in ("covariance", "variance")
-        ),
-        (lambda: np.isnan(classes.effect_size(np.ones((4, 1)), np.arange(4) < 2)).all(), True),
-        # As many middle layers as the paper counts for its models.
-        *(
-            (
-                lambda m=m: (len(classes.middle_layers(m)), len(classes.middle_transitions(m))),
-                (count, steps),
-            )
-            for m, count, steps in (
-                (28, 18, 18),
-                (32, 20, 20),
-                (48, 30, 30),
-                (64, 40, 40),
-                (80, 48, 48),
-                (3, 3, 2),
-            )
-        ),
-        (
-            lambda: classes.as_document(UNDEFINED),
-            {"a": [1.0, None], "b": [2.0, None, "x", None, 3]},
-        ),
-        (lambda: zones(28), [(9, 20, 12), (21, 27, 7), (9, 20, 12), (21, 26, 6)]),
-        (lambda: zones(32), [(10, 23, 14), (24, 31, 8), (10, 23, 14), (24, 30, 7)]),
-        (
-            lambda: features.full_trajectory(np.array([[1.0, 4.0, 2.0, 3.0]])).tolist(),
-            [pytest.approx([1, 4, 2, 3, 3, -2, 1, 2.5, np.std([1, 4, 2, 3]), 1, 4, 3, 2])],
-        ),
-        (lambda: [features.trimmed_layers(m) for m in (9, 10, 28, 32, 80)], [0, 1, 2, 3, 8]),
-        (
-            lambda: [depth(32, size) for size in (4, 32, 28, 1)],
-            [[3, 11, 20, 29], [*range(32)], None, [17]],
-        ),
-        (lambda: features.depth_sizes(32), ((1, 2, 4, 8, 12, 16, 20, 24, 32), (28,))),
-        (lambda: features.depth_sizes(6), ((1, 6), (2, 4, 8, 12, 16, 20, 24, 28))),
-        (lambda: features.depth_sizes(28)[0][-1], 28),
-        (lambda: expected_cosine(128), pytest.approx(0.0705, abs=1e-4)),  # the paper's 0.071
-        (lambda: increments.kappa_table(np.zeros((4, 3)), [0, 0, 1, 1]).kappa_mean, None),
+        (28, [(9, 20, 12), (21, 27, 7), (9, 20, 12), (21, 26, 6)]),
+        (32, [(10, 23, 14), (24, 31, 8), (10, 23, 14), (24, 30, 7)]),
     ],
 )
-def test_closed_forms(call: Any, expected: Any) -> None:
-    assert call() == expected
+def test_the_first_and_the_last_of_each_zone_and_how_many_it_has(m: int, ends: Any) -> None:
+    zones = vars(features.zones(m)).values()
+    assert [(zone[0], zone[-1], len(set(zone.tolist()))) for zone in zones] == ends
+
+
+def test_layers_of_the_trimmed_mean_and_of_the_depth_curve() -> None:
+    assert [features.trimmed_layers(m) for m in (9, 10, 28, 32, 80)] == [0, 1, 2, 3, 8]
+    depth_layers: Any = partial(features.depth_layers, 32, best_layer=17)
+    for size, layers in ((4, [3, 11, 20, 29]), (32, range(32)), (1, [17])):
+        assert depth_layers(size).tolist() == [*layers]
+    assert depth_layers(28) is None
+    assert features.depth_sizes(32) == ((1, 2, 4, 8, 12, 16, 20, 24, 32), (28,))
+    assert features.depth_sizes(6) == ((1, 6), (2, 4, 8, 12, 16, 20, 24, 28))
+    assert features.depth_sizes(28)[0][-1] == 28
+
+
+def test_the_full_trajectory_by_hand() -> None:
+    (row,) = features.full_trajectory(np.array([[1.0, 4.0, 2.0, 3.0]]))
+    statistics = [2.5, np.std([1, 4, 2, 3]), 1, 4, 3, 2]
+    assert row == pytest.approx([1, 4, 2, 3, 3, -2, 1, *statistics])
+
+
+def test_the_expected_cosine_on_the_circle_on_the_sphere_and_in_many_dimensions() -> None:
+    assert expected_cosine(128) == pytest.approx(0.0705, abs=1e-4)  # the paper's 0.071
+    assert expected_cosine_exact(2) == pytest.approx(2 / math.pi)
+    assert expected_cosine_exact(3) == pytest.approx(0.5)
+    assert expected_cosine_exact(999) == pytest.approx(expected_cosine(999), rel=0.001)
 
 
 def statistic(one: np.ndarray, two: np.ndarray) -> float:
-    grams = [x @ x.T for x in (one, two)]
-    within = [(gram.sum() - np.trace(gram)) / (len(gram) * (len(gram) - 1)) for gram in grams]
+    within = [np.mean([x @ y for x, y in permutations(rows, 2)]) for rows in (one, two)]
     return float(sum(within) - 2 * (one @ two.T).mean())
+
+
+def mean_without(x: np.ndarray, *rows: int) -> np.ndarray:
+    """The mean of the other rows."""
+    return np.asarray(np.delete(x, rows, axis=0).mean(axis=0))
 
 
 def leave_two_out(x: np.ndarray) -> float:
     """tr(Sigma^2) by Chen and Qin's formula, one pair at a time."""
-    n, total = len(x), 0.0
-    for j, k in ((j, k) for j in range(n) for k in range(n) if j != k):
-        mean = np.delete(x, [j, k], axis=0).mean(axis=0)
-        total += float(np.trace(np.outer(x[j] - mean, x[j]) @ np.outer(x[k] - mean, x[k])))
-    return total / (n * (n - 1))
+    pairs = [(x[j], x[k], mean_without(x, j, k)) for j, k in permutations(range(len(x)), 2)]
+    return float(np.mean([(a @ (b - mean)) * (b @ (a - mean)) for a, b, mean in pairs]))
 
 
 def leave_one_out(one: np.ndarray, two: np.ndarray) -> float:
     """tr(Sigma_1 Sigma_2) by Chen and Qin's formula."""
-    total = 0.0
-    for j, k in ((j, k) for j in range(len(one)) for k in range(len(two))):
-        left, right = np.delete(one, j, axis=0).mean(axis=0), np.delete(two, k, axis=0).mean(axis=0)
-        total += float(np.trace(np.outer(one[j] - left, one[j]) @ np.outer(two[k] - right, two[k])))
-    return total / (len(one) * len(two))
+    pairs = product(range(len(one)), range(len(two)))
+    products = [
+        (one[j] @ (two[k] - mean_without(two, k))) * (two[k] @ (one[j] - mean_without(one, j)))
+        for j, k in pairs
+    ]
+    return float(np.mean(products))
 
 
 @pytest.mark.parametrize("dim", [3, 30])
 def test_chen_and_qin_s_statistic_and_variance_follow_the_definitions(dim: int) -> None:
-    rng = np.random.default_rng(1)
+    rng = default_rng(1)
     one, two = rng.standard_normal((8, dim)) + 0.3, 2 * rng.standard_normal((6, dim)) + 0.2
     found = classes.chen_qin(np.concatenate([one, two]), np.repeat([1, 0], [8, 6]))
     assert found.statistic == pytest.approx(statistic(one, two), rel=1e-9)
@@ -183,6 +173,7 @@ def test_chen_and_qin_s_statistic_and_variance_follow_the_definitions(dim: int) 
         + 4 / 48 * leave_one_out(one, two)
     )
     assert found.variance == pytest.approx(expected, rel=1e-9)
+    assert found.p_value == pytest.approx(norm.sf(found.statistic / math.sqrt(expected)))
     trace = 8 / 14 * np.trace(np.cov(one, rowvar=False)) + 6 / 14 * np.trace(
         np.cov(two, rowvar=False)
     )
@@ -192,7 +183,7 @@ def test_chen_and_qin_s_statistic_and_variance_follow_the_definitions(dim: int) 
 def test_neither_blocks_nor_a_common_offset_change_the_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rng = np.random.default_rng(2)
+    rng = default_rng(2)
     x, label = rng.standard_normal((60, 10)), np.arange(60) % 2
     one = classes.chen_qin(x, label)
     two = classes.chen_qin(x + 1000 * rng.standard_normal(10), label)
@@ -205,38 +196,18 @@ def test_neither_blocks_nor_a_common_offset_change_the_test(
     assert [classes.chen_qin(*one).variance for one in sets] == pytest.approx(whole, rel=1e-12)
 
 
-def test_alike_rows_of_a_group_reject_by_themselves_and_one_row_of_each_does_not() -> None:
-    """Equal class means; groups of five rows share most of their readout."""
-    rng = np.random.default_rng(7)
-    group = np.repeat(np.arange(40), 5)
-    label = (np.arange(40) % 2)[group]
-    p_values = []
-    for _ in range(200):
-        x = rng.standard_normal((40, 30))[group] + 0.5 * rng.standard_normal((200, 30))
-        p_values.append(
-            (classes.chen_qin(x, label).p_value, classes.chen_qin_by_group(x, label, group).p_value)
-        )
-    naive, by_group = (np.array(p_values, float) < 0.05).sum(axis=0)
-    assert naive > 150
-    assert (
-        2 <= by_group <= 24
-    )  # 0.05 within three standard errors, and a little for the normal limit
-
-
-def test_rows_without_company_are_all_taken_and_too_few_groups_have_no_test() -> None:
-    rng = np.random.default_rng(8)
-    x = rng.standard_normal((30, 4))
-    label = np.arange(30) % 2
-    group = np.arange(30) // 6
+def test_one_row_of_each_group_is_taken_and_too_few_groups_have_no_test() -> None:
+    x = default_rng(8).standard_normal((30, 4))
+    label, group = np.arange(30) % 2, np.arange(30) // 2
     alone = classes.chen_qin_by_group(x, label, np.array([f"g{row}" for row in range(30)]))
     assert alone == classes.chen_qin(x, label)
-    found = classes.chen_qin_by_group(x, label, group)
-    assert (found.statistic, found.p_value, found.energy_ratio) == (None, None, None)
-    assert "one row of each group" in found.notes[0]
-    assert (classes.one_row_a_group(group) // 6).tolist() == [0, 1, 2, 3, 4]
-    assert (
-        len({tuple((classes.one_row_a_group(group, seed) % 6).tolist()) for seed in range(5)}) > 1
-    )
+    rows = classes.one_row_a_group(group)
+    assert (rows // 2).tolist() == [*range(15)]
+    assert classes.chen_qin_by_group(x, label, group) == classes.chen_qin(x[rows], label[rows])
+    assert len({tuple(classes.one_row_a_group(group, seed).tolist()) for seed in range(5)}) > 1
+    none = classes.chen_qin_by_group(x, label, group // 3)
+    assert (none.statistic, none.p_value, none.energy_ratio) == (None, None, None)
+    assert "one row of each group" in none.notes[0]
 
 
 def test_distance_correlation_is_its_definition() -> None:
@@ -246,7 +217,7 @@ def test_distance_correlation_is_its_definition() -> None:
             distance - distance.mean(axis=0) - distance.mean(axis=1)[:, None] + distance.mean()
         )
 
-    rng = np.random.default_rng(3)
+    rng = default_rng(3)
     x = rng.standard_normal(700)
     for y in (rng.standard_normal(700), x + rng.standard_normal(700), x**2, np.round(x), 3 - 2 * x):
         a, b = centred(x), centred(y)
@@ -259,7 +230,7 @@ def test_distance_correlation_is_its_definition() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(3, 40), st.integers(0, 1000))
 def test_features_agree_with_scipy_and_plain_sums(m: int, seed: int) -> None:
-    x = np.random.default_rng(seed).standard_normal((4, m)) * 3
+    x = default_rng(seed).standard_normal((4, m)) * 3
     found = features.trajectory_features(x)
     assert found["slope"] == pytest.approx([linregress(np.arange(m), row).slope for row in x])
     assert found["trimmed_mean"] == pytest.approx(trim_mean(x, 0.1, axis=1))
@@ -324,7 +295,7 @@ def test_depth_layers_never_repeat(m: int, size: int) -> None:
 def planted(heads_differ: bool = True, seed: int = 0) -> Any:
     """Rows [layers, prompts, heads, d] of 6 layers, 60 prompts, 3 heads of 8 on scales and offsets
     of their own; probes of the selected heads."""
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     rows = rng.standard_normal((6, 60, 24)) * rng.uniform(
         0.1, 10, (6, 1, 24)
     ) + 5 * rng.standard_normal((6, 1, 24))
@@ -389,16 +360,10 @@ def test_the_head_part_is_that_of_a_head_switch_alone() -> None:
     found = split(made)  # one probe everywhere
     assert not any(part.any() for part in (found.probe, found.metric, found.bias))
     assert np.allclose(found.head, found.k)
-    a = planted()
-    x = a.rows[2][:, 0]
-    assert np.allclose(
-        a.probes.z(2, x) @ a.probes.weight[2] + a.probes.intercept[2],
-        x @ a.direction[2] + a.bias[2],
-    )
 
 
 def test_the_table_of_k_agrees_with_scikit_learn_and_numpy() -> None:
-    rng = np.random.default_rng(3)
+    rng = default_rng(3)
     label = np.repeat([0, 1], 150)
     made = (
         rng.standard_normal((4, 300, 9))
@@ -423,7 +388,7 @@ def test_the_table_of_k_agrees_with_scikit_learn_and_numpy() -> None:
 
 
 def test_kappa_of_known_spreads_and_a_class_without_spread_is_counted_out() -> None:
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     n = 100_000
     label = (np.arange(n) < n // 4).astype(int)
     w = rng.standard_normal((n, 9))
@@ -445,7 +410,7 @@ def test_kappa_of_known_spreads_and_a_class_without_spread_is_counted_out() -> N
 def whitened(n: int, spread: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows [2n, d] whose unbiased covariance in either class is diag(spread^2) exactly, class means
     0."""
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     x = rng.standard_normal((2, n, len(spread)))
     x -= x.mean(axis=1, keepdims=True)
     return np.concatenate(
@@ -476,32 +441,15 @@ def test_a_layer_with_a_known_covariance() -> None:
     assert geometry.layer_geometry(x, label, np.array([0.0, 0.6, 0.8])).v2_top90 == pytest.approx(
         0.36
     )
-    x, label = np.random.default_rng(0).standard_normal((8, 20)), np.arange(8) % 2
+    x, label = default_rng(0).standard_normal((8, 20)), np.arange(8) % 2
     assert geometry.layer_geometry(x, label).energy_fraction is None
     singular = geometry.layer_geometry(x, label, unit_rows(np.ones((1, 20)))[0])
     assert singular.fisher_cos2 is None
     assert singular.energy_fraction is not None
 
 
-@pytest.mark.parametrize("d", [8, 64, 128])
-def test_random_unit_vectors_have_the_expected_cosine(d: int) -> None:
-    cosines = geometry.adjacent_cosines(
-        unit_rows(np.random.default_rng(d).standard_normal((20_001, d)))
-    )
-    spread = math.sqrt((1 / d - expected_cosine_exact(d) ** 2) / 20_000)
-    assert cosines.mean() == pytest.approx(expected_cosine_exact(d), abs=4 * spread)
-    assert expected_cosine(d) == pytest.approx(expected_cosine_exact(d), rel=1 / d)
-
-
-def turning(step: float, m: int, d: int, seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    return unit_rows(
-        np.cumsum([rng.standard_normal(d), *(step * rng.standard_normal((m - 1, d)))], axis=0)
-    )
-
-
 def test_transitions_and_the_middle_mean() -> None:
-    rng = np.random.default_rng(1)
+    rng = default_rng(1)
     n, m, d = 4000, 8, 16
     label = np.arange(n) % 2
     w = rng.standard_normal((n, m - 1)) + 0.5 * label[:, None]
@@ -525,22 +473,15 @@ def test_transitions_and_the_middle_mean() -> None:
     assert document["energy_fraction"] == pytest.approx(1 / d, rel=0.1)
     assert document["r_w"] == pytest.approx(document["cohen_d"] / document["increment_d"])
     assert document["notes"] == []
-    assert found.cos_p_value is not None
+    cosines = np.abs((v[:-1] * v[1:]).sum(axis=1))
+    assert document["by_layer"]["adjacent_cos"] == pytest.approx(cosines)
+    expected = ttest_1samp(cosines[1:7], expected_cosine_exact(d)).pvalue
+    assert found.cos_p_value == pytest.approx(expected)
     assert geometry.readout_geometry(layers, (), d).document()["notes"]
 
 
-def test_a_difference_in_cosine_is_found() -> None:
-    rng, directions = np.random.default_rng(2), turning(0.7, 30, 32, 2)
-    x, label = rng.standard_normal((12, 32)), np.arange(12) % 2
-    flat = Increments(rng.standard_normal((12, 29)), rng.standard_normal((12, 29)))
-    layers = [geometry.layer_geometry(x, label, one) for one in directions]
-    transitions = geometry.transition_geometry(flat, directions, label)
-    p_value: Any = geometry.readout_geometry(layers, transitions, 32).cos_p_value
-    assert p_value < 1e-6
-
-
 def test_random_directions_are_rejected_at_the_nominal_rate() -> None:
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     runs = [
         isotropy(unit_rows(rng.standard_normal((32, 64))), permutations=200, seed=run)
         for run in range(300)
@@ -555,28 +496,34 @@ def test_random_directions_are_rejected_at_the_nominal_rate() -> None:
 
 
 def test_a_chain_of_slowly_turning_directions_fails_every_comparison_with_random_ones() -> None:
-    found = isotropy(turning(0.5, 32, 64, 1), permutations=2000)
+    rng = default_rng(1)
+    found = isotropy(
+        unit_rows(
+            np.cumsum([rng.standard_normal(64), *0.5 * rng.standard_normal((31, 64))], axis=0)
+        ),
+        permutations=2000,
+    )
     assert found.mean_abs_cos > 0.5
-    for name in ("ks_ambient_p", "trend_p", "anova_p", "permutation_ambient_p"):
-        assert getattr(found, name) < 0.001, name
+    p_values = (found.ks_ambient_p, found.trend_p, found.anova_p, found.permutation_ambient_p)
+    assert max(p_values) < 0.001
     assert found.trend_slope < 0
     assert found.permutation_ambient_p == 1 / 2001  # no random set is as far out
 
 
 def test_directions_of_fewer_dimensions_match_their_rank_and_not_the_space() -> None:
     v = np.zeros((80, 128))
-    v[:, :6] = unit_rows(np.random.default_rng(2).standard_normal((80, 6)))
+    v[:, :6] = unit_rows(default_rng(2).standard_normal((80, 6)))
     found = isotropy(v, effective_rank=6.2, permutations=500)
     assert found.permutation_ambient_p < 0.01 < found.permutation_rank_p
     assert found.expected_rank == pytest.approx(expected_cosine(6.2))
-    few = isotropy(unit_rows(np.random.default_rng(5).standard_normal((3, 8))), permutations=50)
+    few = isotropy(unit_rows(default_rng(5).standard_normal((3, 8))), permutations=50)
     assert (few.pairs, few.shapiro_p, len(few.gap_means)) == (2, None, 2)
     assert any("gaps 1 .. 2 of 9" in note for note in few.notes)
     json.dumps(classes.as_document(few), allow_nan=False)
 
 
 def test_permutation_p_value_is_near_the_exact_kolmogorov_smirnov_one() -> None:
-    rng = np.random.default_rng(4)
+    rng = default_rng(4)
     v = unit_rows(
         rng.standard_normal((21, 3))
     )  # on the ordinary sphere an inner product is uniform on [-1, 1]
@@ -586,7 +533,7 @@ def test_permutation_p_value_is_near_the_exact_kolmogorov_smirnov_one() -> None:
 
 
 def equicorrelated(n: int, m: int, heads: int, rho: float) -> np.ndarray:
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     shared = rng.standard_normal((n, m, 1))
     return np.asarray(np.sqrt(rho) * shared + np.sqrt(1 - rho) * rng.standard_normal((n, m, heads)))
 
@@ -608,28 +555,12 @@ def test_variation_and_switches_by_hand_one_head_and_constant_heads() -> None:
     assert found["switches"] == 1.0  # best heads 1, 0 (tie: lowest), 1, 0
     assert uniformity(quality[[0, 2, 2]], equicorrelated(50, 3, 2, 0.2), [])["switches"] == 0
     notes: list[str] = []
-    single = uniformity(
-        np.full((3, 1), 0.6), np.random.default_rng(0).standard_normal((9, 3, 1)), notes
-    )
+    single = uniformity(np.full((3, 1), 0.6), default_rng(0).standard_normal((9, 3, 1)), notes)
     assert (single["correlation"], single["rank_share"], len(notes)) == (None, None, 1)
     scores = equicorrelated(100, 2, 3, 0.5)
     scores[:, 0, 1] = 1.0
     uniformity(np.full((2, 3), 0.6), scores, notes)
     assert "1 heads have constant scores" in notes[1]
-
-
-@pytest.mark.parametrize(("alpha", "epsilon"), [(1.0, 1.0), (1.3, 0.9), (0.3, 2.0)])
-def test_components_of_simulated_random_intercepts(alpha: float, epsilon: float) -> None:
-    m = 10
-    found = variance_components(*random_intercepts(60_000, m, alpha=alpha, epsilon=epsilon))
-    total = alpha**2 + epsilon**2
-    assert found.icc_unbiased == pytest.approx(alpha**2 / total, abs=0.01)
-    assert found.sigma_alpha2 == pytest.approx(alpha**2, rel=0.05)
-    assert found.sigma_epsilon2 == pytest.approx(epsilon**2, rel=0.01)
-    # The paper's plug-in: Var(alpha-hat) = sigma_alpha^2 + sigma_eps^2 / m, and the residual loses
-    # that much.
-    assert found.icc == pytest.approx((alpha**2 + epsilon**2 / m) / total, abs=0.01)
-    assert found.icc_factual == pytest.approx(found.icc, abs=0.02)
 
 
 def test_plug_in_is_exactly_equation_icc_and_lags_are_correlations_between_layers() -> None:
@@ -649,23 +580,21 @@ def test_plug_in_is_exactly_equation_icc_and_lags_are_correlations_between_layer
     acf = [np.mean(np.diagonal(correlation, lag)) for lag in range(1, 5)]
     assert found.residual_acf == pytest.approx(acf, rel=1e-10)
     assert found.acf_floor == -1 / 5
-    assert [len(variance_components(*random_intercepts(30, m)).residual_acf) for m in (3, 40)] == [
-        1,
-        12,
-    ]
+    lags = [len(variance_components(*random_intercepts(30, m)).residual_acf) for m in (3, 40)]
+    assert lags == [1, 12]
     none = variance_components(np.tile([[1.0, 2.0, 3.0]], (4, 1)), [0, 0, 1, 1])
-    assert (none.icc, none.icc_unbiased, none.residual_acf, len(none.notes)) == (
-        None,
-        None,
-        (None,),
-        2,
-    )
+    assert (none.icc, none.icc_unbiased, none.residual_acf) == (None, None, (None,))
+    assert len(none.notes) == 2
 
 
 def test_the_model_gives_the_proposition_back() -> None:
     m = 12
     gap = 1.0 + 0.05 * np.arange(m)
-    found = snr_table(*random_intercepts(200_000, m, alpha=1.2, epsilon=0.7, gap=gap))
+    rows = random_intercepts(200_000, m, alpha=1.2, epsilon=0.7, gap=gap)
+    found, parts = snr_table(*rows), variance_components(*rows)
+    assert parts.sigma_alpha2 == pytest.approx(1.2**2, rel=0.02)
+    assert parts.sigma_epsilon2 == pytest.approx(0.7**2, rel=0.01)
+    assert parts.icc_unbiased == pytest.approx(1.2**2 / (1.2**2 + 0.7**2), abs=0.005)
     rho, gamma = 0.05 * m / gap.mean(), math.sqrt(1 + m * 1.2**2 / 0.7**2)
     expected = rho * gamma / math.sqrt(12) * math.sqrt(1 - 1 / m**2)
     assert (found.rho, found.r_independent, found.r_plugin) == pytest.approx(
@@ -699,7 +628,7 @@ def test_eta_is_one_on_balanced_classes_and_the_measured_ratio_that_of_two_scala
 def test_parallel_trajectories_leave_gaps_with_reasons(offset: float) -> None:
     label = np.repeat([0, 1], 20)
     # Exact halves and quarters, so that equal trajectories stay equal in floating point.
-    level = np.random.default_rng(5).integers(-8, 8, (40, 1))
+    level = default_rng(5).integers(-8, 8, (40, 1))
     found = snr_table(level + label[:, None] * np.array([1.0, 2.0, 4.0, 1.0]) + offset, label)
     assert (found.gamma, found.r_plugin, found.eta, len(found.notes)) == (None, None, None, 2)
 
@@ -716,19 +645,15 @@ def direct(trajectory: np.ndarray, label: np.ndarray) -> float:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(2, 24), st.integers(0, 10_000))
 def test_parts_and_direct_ratio_agree_for_any_covariance(m: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     label = (np.arange(120) < 45).astype(int)
     trajectory = rng.standard_normal((120, m)) @ rng.standard_normal((m, m))
     trajectory += np.outer(label, rng.standard_normal(m) + 1)
-    found = fisher_gap(trajectory, label)
-    digits = max(1e-9, 16 * np.finfo(np.float64).eps * found.condition)
-    assert found.r_fisher**2 == pytest.approx(found.r_fisher_direct**2, rel=digits)
-    assert found.r_fisher_direct**2 == pytest.approx(
-        direct(trajectory, label), rel=max(1e-6, digits)
-    )
-    assert found.r_fisher >= 1 - 1e-9
-    assert 0 <= found.theta < 1
-    assert abs(found.t) <= math.sqrt(found.theta) * found.chi * (1 + 1e-9)
+    gap = fisher_gap(trajectory, label)
+    digits = max(1e-9, 16 * np.finfo(np.float64).eps * gap.condition)
+    squared = gap.r_fisher_direct**2
+    assert gap.r_fisher**2 == pytest.approx(squared, rel=digits)
+    assert squared == pytest.approx(direct(trajectory, label), rel=max(1e-6, digits))
 
 
 def test_the_unbiased_ratio_takes_the_gain_from_noise_out() -> None:
@@ -747,9 +672,6 @@ def test_shrinkage_where_the_covariance_is_singular_and_full_shrinkage_is_a_scal
     assert 0 < found.shrinkage <= 1
     assert found.r_fisher_unbiased is None
     assert found.notes
-    trajectory, label = random_intercepts(200, 5, seed=5)
-    with pytest.raises(TrainingError, match="singular"):
-        fisher_gap(np.concatenate([trajectory, trajectory[:, :1]], axis=1), label)
     trajectory, label = random_intercepts(400, 3, gap=np.array([1.0, 0.2, 0.6]), seed=6)
     found, d = fisher_gap(trajectory, label, 1.0), trajectory[label == 1].mean(axis=0)
     d = d - trajectory[label == 0].mean(axis=0)

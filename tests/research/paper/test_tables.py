@@ -12,24 +12,31 @@ from hallutracer_research.evaluation.results import SetResult
 from hallutracer_research.paper.report import SECTIONS
 from hallutracer_research.paper.tables import PUBLISHED, Row, TableSpec, make_tables
 from service.errors import TrainingError
+from tests.kit.tables import cells
 
-SHAPES = {  # rows, columns of numbers; of validation_results one more is "20/20"
-    "tab:main-results": (25, 12),
-    "tab:validation_results": (6, 9),
-    "tab:ablation_combined": (3, 9),
-    "tab:ablation_pooling": (5, 8),
-    "tab:readout_ablation": (15, 3),
-    "tab:head_distribution": (3, 5),
-    "tab:topk_heads": (9, 5),
-    "tab:snr_verification": (18, 5),
-    "tab:fisher-gap": (3, 4),
-    "tab:mean-vs-median": (9, 4),
-    "tab:ablation-12d-22d": (6, 15),
-    "tab:variance-decomp": (3, 6),
-    "tab:kappa-calibration": (3, 8),
-    "tab:isotropy-results": (4, 15),
-    "tab:k-decomp-auroc": (10, 8),
-    "tab:k-decomp-cov": (9, 5),
+# Label, rows, columns of numbers; of validation_results one more is "20/20".
+SHAPES = {
+    label: (int(rows), int(columns))
+    for label, rows, columns in cells(
+        """
+        tab:main-results | 25 | 12
+        tab:validation_results | 6 | 9
+        tab:ablation_combined | 3 | 9
+        tab:ablation_pooling | 5 | 8
+        tab:readout_ablation | 15 | 3
+        tab:head_distribution | 3 | 5
+        tab:topk_heads | 9 | 5
+        tab:snr_verification | 18 | 5
+        tab:fisher-gap | 3 | 4
+        tab:mean-vs-median | 9 | 4
+        tab:ablation-12d-22d | 6 | 15
+        tab:variance-decomp | 3 | 6
+        tab:kappa-calibration | 3 | 8
+        tab:isotropy-results | 4 | 15
+        tab:k-decomp-auroc | 10 | 8
+        tab:k-decomp-cov | 9 | 5
+        """
+    )
 }
 
 
