@@ -26,14 +26,9 @@ def run(
         "-m",
         "schemathesis.cli",
         "--config-file",
-        str(HERE / "schemathesis.toml"),
-        "run",
-        f"{service.url}/openapi.json",
-        "--no-color",
-        "--phases",
-        phases,
-        *options,
+        HERE / "schemathesis.toml",
     ]
+    command += ["run", f"{service.url}/openapi.json", "--no-color", "--phases", phases, *options]
     return subprocess.run(
         command,
         cwd=folder,
