@@ -26,7 +26,7 @@ def run(
         "-m",
         "schemathesis.cli",
         "--config-file",
-        HERE / "schemathesis.toml",
+        str(HERE / "schemathesis.toml"),
     ]
     command += ["run", f"{service.url}/openapi.json", "--no-color", "--phases", phases, *options]
     return subprocess.run(

@@ -25,7 +25,7 @@ from service.errors import (
 from service.policies.guard import BLOCK, GATE, OBSERVE, Decision
 from service.scoring import RiskReport, Scorer
 from service.serving.admission import Deadline
-from service.serving.dispatcher import Dispatcher, RequestHandle
+from service.serving.dispatcher import Dispatcher, Piece, RequestHandle
 from tests.engine_kinds import KINDS, OnOwnLoop, engine_of
 from tests.matching import Held, matching_bundle
 from tests.running import until_on_loop
@@ -117,7 +117,7 @@ class Bench:
         return self.scorers[scorer].score([self.script.tokenize(text)])[0]
 
 
-async def text_of(handle: RequestHandle) -> list[str]:
+async def text_of(handle: RequestHandle) -> list[Piece]:
     return [piece async for pieces in handle.pieces() for piece in pieces]
 
 

@@ -116,7 +116,7 @@ def test_no_request_is_lost_and_each_digest_matches_its_risk(
                 before, service = len(digests), client.app.state.service  # type: ignore[attr-defined]
                 assert client.portal is not None
                 client.portal.call(service.lifecycle.reload, partial(load, bundles[swap % 2]))
-                until(lambda before=before: len(digests) >= before + 24)  # type: ignore[misc]
+                until(lambda before=before: len(digests) >= before + 24)
         finally:
             done.set()
         for future in asking:
