@@ -214,6 +214,7 @@ async def test_one_callers_texts_lock_nobody_out_and_callers_take_turns(
     waiting.pop(3).cancel()  # the last of a's, which makes room
     await asyncio.sleep(0.05)
     waiting.append(asyncio.create_task(lanes.run("e", size, partial(work, "e"))))
+    await asyncio.sleep(0)  # it waits before the first one ends
     release.set()
     await asyncio.gather(*waiting)
     assert turned_away == dict.fromkeys("abcde", True)
