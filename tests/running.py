@@ -106,10 +106,14 @@ class App:
         assert response.status_code == status, response.text
         return response.json()
 
+    def scraped(self) -> str:
+        """All metrics, as a scraper reads them."""
+        return self.client.get("/metrics").text
+
     def series(self, name: str, **labels: str) -> float:
-        """The sum of a metric's series that have these labels, as a scraper reads them."""
-        text = self.client.get("/metrics").text
-        lines = [line for line in text.splitlines() if re.match(rf"hallutracer_{name}[{{ ]", line)]
+        """The sum of a metric's series that have these labels."""
+        lines = self.scraped().splitlines()
+        lines = [line for line in lines if re.match(rf"hallutracer_{name}[{{ ]", line)]
         for label, value in labels.items():
             lines = [line for line in lines if f'{label}="{value}"' in line]
         assert lines, f"{name} is not on /metrics with {labels}"
@@ -117,7 +121,9 @@ class App:
 
 
 class Running(App):
-    """The app, listening."""
+    """The app, listening; ``thread`` runs the server."""
+
+    thread: threading.Thread
 
     def __init__(self, tmp_path: Path, kind: str = KINDS[0], **options: Any) -> None:
         super().__init__(tmp_path, kind, **options)
@@ -133,15 +139,27 @@ class Running(App):
     def post(self, **body: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/score", json=body, timeout=30)
 
+    def scraped(self) -> str:
+        return httpx.get(f"{self.url}/metrics", timeout=60).text
+
     def metric(self, name: str) -> float:
-        """The sum of a metric's series, as a scraper reads them."""
-        lines = [
-            line.rpartition(" ")
-            for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
-        ]
-        values = [float(value) for series, _, value in lines if series.partition("{")[0] == name]
-        assert values, f"{name} is not on /metrics"
-        return sum(values)
+        """The sum of the series of a metric of ours, by its whole name."""
+        return self.series(name.removeprefix("hallutracer_"))
+
+    def connect(
+        self, *chunks: bytes, host: str = "127.0.0.1", buffer: int | None = None
+    ) -> socket.socket:
+        """A connection from this address on which these bytes were sent; ``buffer`` bytes of an
+        answer that nobody reads fit in."""
+        connection = socket.socket()
+        connection.settimeout(20)
+        connection.bind((host, 0))
+        if buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.connect(("127.0.0.1", self.port))
+        for chunk in chunks:
+            connection.sendall(chunk)
+        return connection
 
 
 @contextmanager
@@ -154,6 +172,11 @@ def running(tmp_path: Path, kind: str = KINDS[0], **settings: Any) -> Iterator[R
 def service_of_module(**options: Any) -> Any:
     """A fixture: a listening service that all tests of a module share; as ``app_of_module``."""
     return _of_module(Running, **options)
+
+
+def served_of_module(**options: Any) -> Any:
+    """A fixture: as ``service_of_module``, behind the server of ``hallutracer serve``."""
+    return _of_module(Served, **options)
 
 
 def app_of_module(**options: Any) -> Any:
@@ -206,21 +229,17 @@ Some = TypeVar("Some", bound=Running)
 class Served(Running):
     """The app behind the server that ``hallutracer serve`` makes."""
 
-    def __init__(self, tmp_path: Path, **options: Any) -> None:
-        super().__init__(tmp_path, **options)
+    def __init__(self, tmp_path: Path, kind: str = KINDS[0], **options: Any) -> None:
+        super().__init__(tmp_path, kind, **options)
         self.server = make_server(self.app, self.state.lifecycle)
-
-    def connect(self, *chunks: bytes) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
-        for chunk in chunks:
-            connection.sendall(chunk)
-        return connection
 
 
 @contextmanager
 def listening(service: Some) -> Iterator[Some]:
     """``service``, ready; stopped, and its thread ended, afterwards."""
-    thread = threading.Thread(target=lambda: service.server.run(sockets=[service.socket]))
+    service.thread = thread = threading.Thread(
+        target=lambda: service.server.run(sockets=[service.socket])
+    )
     thread.start()
     try:
         until(lambda: service.state.lifecycle.is_ready)

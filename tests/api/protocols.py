@@ -1,22 +1,11 @@
-"""What OpenAI's and Anthropic's own clients read of an answer; the events of a stream."""
+"""What OpenAI's and Anthropic's own clients read of an answer."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Any
 
 from anthropic import Anthropic
 from openai import OpenAI
-
-
-def sse(text: str) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Each event's name and its data."""
-    for block in text.split("\n\n"):
-        lines = dict(line.split(": ", 1) for line in block.splitlines())
-        if lines and lines["data"] != "[DONE]":
-            assert set(lines) <= {"event", "data"}
-            yield lines.get("event"), json.loads(lines["data"])
 
 
 def in_openais_client(
@@ -45,13 +34,8 @@ def in_openais_client(
     why = None if found.incomplete_details is None else found.incomplete_details.reason
     assert found.usage is not None
     assert found.model_extra is not None
-    return (
-        found.output_text,
-        refusal,
-        why,
-        found.usage.output_tokens,
-        found.model_extra["hallutracer"],
-    )
+    note, tokens = found.model_extra["hallutracer"], found.usage.output_tokens
+    return found.output_text, refusal, why, tokens, note
 
 
 def in_anthropics_client(
@@ -61,13 +45,8 @@ def in_anthropics_client(
     events say of the answer)."""
     client = Anthropic(base_url=url, api_key="none", max_retries=0)
     more = {"temperature": 0.0, "vllm_xargs": xargs}
-    turns = [{"role": "user", "content": text}]
-    asked: dict[str, Any] = {
-        "model": model,
-        "max_tokens": 40,
-        "messages": turns,
-        "extra_body": more,
-    }
+    asked: dict[str, Any] = {"model": model, "max_tokens": 40, "extra_body": more}
+    asked["messages"] = [{"role": "user", "content": text}]
     answer_note: dict[str, Any] = {}
     if stream:
         with client.messages.stream(**asked) as stream_events:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,15 +54,8 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(
-        "service.serving.service.WATCH_S", 600.0
-    )  # what is told is told by the reload
-    with serving(tmp_path) as reloadable:
-        yield reloadable
-
-
-@contextmanager
-def serving(tmp_path: Path) -> Iterator[Served]:
+    # What is told is told by the reload.
+    monkeypatch.setattr("service.serving.service.WATCH_S", 600.0)
     path, log = tmp_path / "keys.toml", tmp_path / "audit.jsonl"
     secret = add_key(path, "operator", {"scopes": ["admin"]})
     app = App(tmp_path, keys_file=path, audit=lambda _: Auditor(log))
@@ -88,10 +80,9 @@ def test_one_reload_takes_keys_and_bundles(served: Served) -> None:
     begun, done = served.lines("bundles.reload")
     for line, outcome in ((begun, "begun"), (done, "done")):
         assert (line["key"], line["by"], line["outcome"]) == ("operator", "api", outcome)
-    digests = {bundle.reference: bundle.manifest.digest for bundle in served.app.bundles}
-    roles = {"one:1": "default", "two:1": "none"}
     before = [
-        {"bundle": name, "digest": digests[name], "role": role} for name, role in roles.items()
+        {"bundle": bundle.reference, "digest": bundle.manifest.digest, "role": role}
+        for bundle, role in zip(reversed(served.app.bundles), ("default", "none"), strict=True)
     ]
     assert begun["what"] == {"before": before}
     assert [one["bundle"] for one in done["what"]["after"]] == ["two:1", "one:1"]
@@ -104,15 +95,12 @@ def test_each_failure_is_told_by_itself_and_keeps_the_other_from_nothing(
     good, kept = served.keys.read_text(), f"keys: the keys in force stay: {served.keys}"
 
     def refused() -> str:
-        caplog.clear()
-        answer = served.reload()
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (409, "reload_failed")
-        return str(error["message"])
+        return str(check_error(served.reload(), 409, code="reload_failed")["message"])
 
     served.keys.write_text(good + "typo\n")
     served.app.bundles.reverse()
     for _ in range(2):  # the second time, too
+        caplog.clear()
         message = refused()
         assert (kept in message, message.endswith("bundles: swapped")) == (True, True)
         assert "the keys in force stay" in caplog.text
@@ -120,10 +108,8 @@ def test_each_failure_is_told_by_itself_and_keeps_the_other_from_nothing(
     served.gone.append("one:1 is gone")
     both = refused()
     assert served.app.series("reloads_total", outcome="failed") == 1
-    assert (kept in both, "not swapped, those that were loaded stay: one:1 is gone" in both) == (
-        True,
-        True,
-    )
+    assert kept in both
+    assert "not swapped, those that were loaded stay: one:1 is gone" in both
     served.keys.write_text(good)
     two = add_key(served.keys, "two", {"scopes": ["score"]})
     assert refused().startswith("keys: as their file says; bundles: not swapped")
@@ -137,8 +123,7 @@ def test_without_the_audit_log_nothing_is_added_or_swapped(served: Served) -> No
     served.app.bundles.reverse()
     with broken_log(served.log):
         two = add_key(served.keys, "two", {"scopes": ["score"]})
-        refused = served.reload()
-        error = check_error(refused, 503, code="audit_unavailable")
+        error = check_error(served.reload(), 503, code="audit_unavailable")
         assert "no key was added or changed" in error["message"]
         assert (served.finds(two), served.default()) == (False, "one:1")
         assert "audit log" in str(served.app.state.lifecycle.reload_error)
@@ -151,16 +136,12 @@ def test_while_it_loads_keys_are_taken_and_told_all_the_same(
 ) -> None:
     monkeypatch.setattr(served.app.state.lifecycle, "_dispatcher", None)
     two = add_key(served.keys, "two", {"scopes": ["score"]})
-    error = served.reload().json()["error"]
-    assert (
-        error["code"],
-        error["message"].startswith("keys: as their file says; bundles: not"),
-    ) == ("not_ready", True)
-    assert "still loading" in error["message"]
+    message = check_error(served.reload(), 503, code="not_ready")["message"]
+    assert message.startswith("keys: as their file says; bundles: not")
+    assert "still loading" in message
     assert served.finds(two)
     served.keys.write_text("[")
-    refused = served.reload()
-    error = check_error(refused, 503, code="not_ready")
+    error = check_error(served.reload(), 503, code="not_ready")
     assert "the keys in force stay" in error["message"]
     monkeypatch.undo()
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +17,28 @@ from hallutracer_client import Client, Generate
 from service.engines.base import AnswerReading, Sampling
 from service.engines.scheduler import Scheduled
 from service.errors import NonFiniteReadout
-from service.judging.guarantee import guarantee_status
 from service.policies.guard import OBSERVE, Action, Policy
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
 from service.scoring import RiskReport, Scorer
 from service.turn import LEAST_READ
-from tests.api.test_no_token import answered, responses
+from tests.api.test_no_token import responses
 from tests.kit.api import all_flagged, stream_events, two_parts
-from tests.kit.bundles import ANSWER, GUARANTEE
-from tests.matching import matching_bundle, matching_draft
-from tests.running import App, Running, running, until
+from tests.kit.bundles import ANSWER
+from tests.matching import matching_bundle
+from tests.running import App, Running, running, service_of_module, until
 from tests.scripted_engine import ScriptedEngine
 
 TEXT = "It is so, and so it was."
 OBSERVED: dict[str, Any] = {"bundle": "both", "threshold": 1}
 ANSWERED = OBSERVED | {"generate": {"max_tokens": 6}}
 WORDS = ["one", "two", "three", "four"]
-ONCE = Policy("once", Action.ABSTAIN, message="No.")
-AGAIN = replace(ONCE, name="again", recheck=True)
-STOPS = replace(ONCE, name="stops", stop_at=0.6)
+AGAIN = Policy("again", Action.ABSTAIN, message="No.", recheck=True)
+STOPS = Policy("stops", Action.ABSTAIN, message="No.", stop_at=0.6)
 POLICIES = {"again": AGAIN, "stops": STOPS}
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("app")
-    with running(folder, names=("one",), add=[two_parts], policy="observe") as service:
-        service.engine.answer = TEXT
-        yield service
+service = service_of_module(names=("one",), add=[two_parts], policy="observe", answer=TEXT)
 
 
 def by_hand(app: App, word: str, tokens: int) -> float:
@@ -71,17 +62,11 @@ def test_a_finished_answer_has_a_risk_of_its_own(service: Running) -> None:
     assert {row["answer_flagged"] for row in rows} == {True, False}
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"bundle": "both"},
-        {"bundle": "both", "policy": "gate", "threshold": 0, "generate": {}},
-        {**ANSWERED, "bundle": "one"},
-        {**ANSWERED, "generate": {"max_tokens": 1}},
-    ],
-    ids=["score alone", "withheld", "a bundle without", "no token that the model went on from"],
-)
-def test_there_is_none_elsewhere(service: Running, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize("body", [{"bundle": "both"}, ANSWERED | {"bundle": "one"}])
+def test_there_is_none_where_nothing_is_answered_or_the_bundle_reads_none(
+    service: Running, body: dict[str, Any]
+) -> None:
+    """Nor of what is withheld, or too short: turns.json."""
     [row] = service.post(prompt="one", **body).json()["data"]
     assert not {"answer_risk", "answer_tokens", "answer_flagged"} & set(row)
 
@@ -232,31 +217,11 @@ def test_no_request_sees_more_than_the_first_tokens_of_answers_that_are_all_flag
         "policies": POLICIES,
         "threshold": 1.0,
     }
-    with App(tmp_path / "again", callers_may=(), policy="again", **options).started() as app:
-        for request, _, text in responses(app.client, 1000):
-            assert not answered(text), request
-        assert app.engine.counters.decode_steps > 100, "answers were begun, and held"
-    with App(tmp_path / "stops", callers_may=(), policy="stops", **options).started() as app:
-        app.engine.answer = "@" * 30
-        for request, content, text in responses(app.client, 1000):
-            assert text.count("@") <= LEAST_READ * (1 + content.count(b",")), request
-            assert "@" * (LEAST_READ + 1) not in text, request
-        assert app.served.counters.decode_steps > 100, "answers were begun, and ended"
-
-
-@pytest.mark.parametrize(
-    ("policy", "reason"),
-    [(ONCE, ""), (AGAIN, "reads answers again"), (STOPS, "ends answers under way")],
-)
-def test_a_guarantee_is_void_under_it(policy: Policy, reason: str) -> None:
-    draft = matching_draft(
-        ScriptedEngine(),
-        "promised",
-        0,
-        guarantee=GUARANTEE,
-        threshold=GUARANTEE.threshold,
-    )
-    status = guarantee_status(draft.manifest, policy, GUARANTEE.dtype)
-    assert status is not None
-    reasons = [violation for violation in status.violations if "answers" in violation]
-    assert [reason in violation for violation in reasons] == ([True] if reason else [])
+    for policy, shown, length in (("again", 0, 10), ("stops", LEAST_READ, 30)):
+        with App(tmp_path / policy, callers_may=(), policy=policy, **options).started() as app:
+            app.engine.answer = "@" * length
+            for told, _, content, response in responses(app.client, 1000):
+                text = response.text
+                assert text.count("@") <= shown * (1 + content.count(b",")), told
+                assert "@" * (shown + 1) not in text, told
+            assert app.engine.counters.decode_steps > 100, "answers were begun, and held or ended"

@@ -3,6 +3,7 @@ risk."""
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from probes_store.bundle import Bundle
 from service.policies.guard import GATE, Policy
 from tests.kit.api import CHAT, MESSAGES, RESPONSES, SCORE, note_of, send_to
+from tests.kit.tables import cells
 from tests.matching import SMALL_TALKS, contextual_bundle
 from tests.running import App, app_of_module
 from tests.scripted_engine import ScriptedEngine
@@ -22,20 +24,15 @@ POLICIES = {
     "desk": Policy("desk", GATE.action, threshold=1.0, message=REFUSED),
     "open": Policy("open", GATE.action, threshold=1.0, withhold_outside=False),
 }
-UNTRAINED: dict[str, list[dict[str, str]]] = {
-    "two questions": [{"role": "user", "content": f"{QUESTION} And who wrote Faust?"}],
-    "a refusal, go on": [
-        USER,
-        {"role": "assistant", "content": REFUSED},
-        {"role": "user", "content": "go on"},
-    ],
-    "an offer, yes": [
-        USER,
-        {"role": "assistant", "content": "Shall I?"},
-        {"role": "user", "content": "Yes."},
-    ],
-    "a second turn": [USER, {"role": "user", "content": "Hi"}],
-}
+# The turns, of the user and of the model in turn; "-" where the model says nothing between.
+UNTRAINED = cells(
+    f"""
+    {QUESTION} And who wrote Faust?
+    {QUESTION} | {REFUSED} | go on
+    {QUESTION} | Shall I? | Yes.
+    {QUESTION} | - | Hi
+    """
+)
 
 
 def knows_outside(engine: ScriptedEngine, folder: Path) -> Bundle:
@@ -51,21 +48,31 @@ service = app_of_module(
 )
 
 
-def decided(service: App, messages: list[dict[str, str]], policy: str) -> list[dict[str, Any]]:
-    """What each protocol of conversations says of this one, and whether it shows an answer."""
+def conversation(turns: list[str]) -> list[dict[str, str]]:
+    both = zip(cycle(("user", "assistant")), turns, strict=False)
+    return [{"role": role, "content": text} for role, text in both if text != "-"]
+
+
+def decided(service: App, turns: list[str], policy: str) -> list[tuple[Any, ...]]:
+    """What each protocol of conversations says of this one: the decision, whether it lies outside
+    training, whether an answer is shown, why it lies there, whether it is flagged."""
     rows = []
     for wire in (SCORE, CHAT, RESPONSES, MESSAGES):
-        answer = send_to(service, wire, messages=messages, chosen={"policy": policy})
+        answer = send_to(service, wire, messages=conversation(turns), chosen={"policy": policy})
         [row] = note_of(answer.json())["data"]
-        rows.append(row | {"answered": service.engine.answer in answer.text})
+        answered, why = service.engine.answer in answer.text, row.get("outside_because")
+        assert why is None or why.endswith(", on which no bundle is trained")
+        rows.append((row["decision"], row["outside_training"], answered, bool(why), row["flagged"]))
     return rows
 
 
-@pytest.mark.parametrize("how", UNTRAINED)
-def test_nor_does_one_whose_caller_has_rendered_the_conversation(service: App, how: str) -> None:
+@pytest.mark.parametrize("turns", UNTRAINED, ids=" ".join)
+def test_nor_does_one_whose_caller_has_rendered_the_conversation(
+    service: App, turns: list[str]
+) -> None:
     """Token ids, as the template writes them, or otherwise behind a beginning and an end of its
     own."""
-    ids = service.state.catalogue.scorers[0].render(messages=UNTRAINED[how])
+    ids = service.state.catalogue.scorers[0].render(messages=conversation(turns))
     plain = service.state.catalogue.scorers[0].render(messages=[USER])
     for tokens, untrained in ((ids, True), ([ids[0], *b"Think. ", *ids[1:]], True), (plain, False)):
         for policy, answered in (("desk", not untrained), ("open", True)):
@@ -78,39 +85,29 @@ def test_nor_does_one_whose_caller_has_rendered_the_conversation(service: App, h
             assert ("completion" in row) is answered
 
 
-def outcome(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["decision"], row["outside_training"], row["answered"]
-
-
-@pytest.mark.parametrize("how", UNTRAINED)
-def test_no_route_answers_what_training_had_nothing_like(service: App, how: str) -> None:
-    for row in decided(service, UNTRAINED[how], "desk"):
-        assert outcome(row) == ("abstain", True, False)
-        assert row["outside_because"].endswith(", on which no bundle is trained")
-        assert not row["flagged"]
-    for row in decided(service, UNTRAINED[how], "open"):  # the operator opened it: its risk decides
-        assert outcome(row) == ("continue", True, True)
-    for row in decided(service, [USER], "desk"):
-        assert outcome(row) == ("continue", False, True)
-        assert "outside_because" not in row
+@pytest.mark.parametrize("turns", UNTRAINED, ids=" ".join)
+def test_no_route_answers_what_training_had_nothing_like(service: App, turns: list[str]) -> None:
+    assert decided(service, turns, "desk") == [("abstain", True, False, True, False)] * 4
+    # The operator opened it: its risk decides.
+    assert decided(service, turns, "open") == [("continue", True, True, True, False)] * 4
+    assert decided(service, [QUESTION], "desk") == [("continue", False, True, False, False)] * 4
 
 
 def test_small_talk_passes_where_its_conversation_is_known_and_not_as_text_or_ids(
     service: App,
 ) -> None:
     scorer = service.state.catalogue.scorers[0]
-    ids = [scorer.render(prompt=text) for text in SMALL_TALKS]
-    reports = scorer.score(ids, standings=[scorer.standing(text) for text in SMALL_TALKS])
-    pairs = zip(SMALL_TALKS, ids, reports, strict=True)
-    text, rendered = next(
-        (text, tokens) for text, tokens, report in pairs if not report.context.applies
-    )
 
+    def applies(text: str) -> bool | None:
+        [report] = scorer.score([scorer.render(text)], standings=[scorer.standing(text)])
+        return report.context.applies
+
+    text = next(text for text in SMALL_TALKS if not applies(text))
     body: dict[str, Any] = {"policy": "gate", "threshold": 0.0}
     for prompt in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):
         [row] = service.ask(**(body | prompt))["data"]
         assert (row["applies"], row["decision"]) == (False, "continue")
     asked = [USER, {"role": "assistant", "content": ""}, {"role": "user", "content": text}]
-    for prompt in ({"input_ids": rendered}, {"messages": asked}):
+    for prompt in ({"input_ids": scorer.render(text)}, {"messages": asked}):
         [row] = service.ask(**(body | prompt))["data"]
         assert (row["applies"], row["decision"]) == (True, "abstain")

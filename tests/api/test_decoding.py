@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,11 @@ from service.engines.base import Sampling
 from tests.kit.api import (
     CHAT,
     MESSAGES,
+    QUESTION,
     RESPONSES,
     SCORE,
     TEXT,
+    WIRES,
     Wire,
     note_of,
     request_of,
@@ -37,7 +40,6 @@ BUNDLES: dict[str, tuple[str, Decoding | None, Decoding]] = {
     "generated": ("generate", None, GREEDY),
     "unknown": ("given", None, GREEDY),
 }
-WIRES = {"chat": CHAT, "text": TEXT, "responses": RESPONSES, "messages": MESSAGES}
 EACH = pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
 NOT_RECORDED = "how the answers were decoded that the risk was trained on is not recorded"
 TRAINED = "where the answers that the risk was trained on were"
@@ -80,30 +82,23 @@ def add(name: str) -> Any:
 
 
 class Watched(App):
-    """An app whose engine's calls are kept."""
+    """An app with these bundles that keeps how each answer is decoded."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        super().__init__(
-            folder,
-            names=(),
-            add=[add(name) for name in BUNDLES],
-            policy="observe",
-            **settings,
-        )
-        self.calls: list[Sampling | None] = []
+        bundles = [add(name) for name in BUNDLES]
+        super().__init__(folder, names=(), add=bundles, policy="observe", **settings)
+        self.sampled = list[Sampling]()
         answer = self.served.answer
 
-        def watched(*args: Any, **named: Any) -> Any:
-            self.calls.append(named.get("sampling"))
-            return answer(*args, **named)
+        def watched(*args: Any, sampling: Sampling, **named: Any) -> Any:
+            self.sampled.append(sampling)
+            return answer(*args, sampling=sampling, **named)
 
-        self.served.answer = watched  # type: ignore[method-assign]
+        self.served.answer = watched  # type: ignore[method-assign,assignment]
 
     def decoded(self) -> Decoding:
         """How the last answer was."""
-        sampling = self.calls[-1]
-        assert sampling is not None
-        return Decoding(sampling.temperature, sampling.top_p)
+        return Decoding(self.sampled[-1].temperature, self.sampled[-1].top_p)
 
 
 @pytest.fixture(scope="module")
@@ -119,17 +114,18 @@ def departures(note: dict[str, Any]) -> list[str]:
     return [reason.removeprefix(prefix) for reason in reasons]
 
 
-def body_of(wire: Wire, bundle: str, **fields: Any) -> dict[str, Any]:
-    """A request that names no temperature."""
-    body = request_of(wire, chosen={"bundle": bundle})
-    body.pop("temperature", None)
+def body_of(wire: Wire, bundle: str, *, stream: bool = False, **fields: Any) -> dict[str, Any]:
+    """A request that names no temperature; ``fields``: how to decode."""
+    body = request_of(wire, chosen={"bundle": bundle}, stream=stream)
+    if wire is SCORE:
+        return body | {"generate": body["generate"] | fields}
+    body.pop("temperature")
     return body | fields
 
 
 def note_in(app: App, wire: Wire, bundle: str, **fields: Any) -> dict[str, Any]:
     """Bundle, policy and risks of a whole answer."""
-    response = app.ask(wire.route, **body_of(wire, bundle, **fields))
-    return note_of(response)
+    return note_of(app.ask(wire.route, **body_of(wire, bundle, **fields)))
 
 
 @EACH
@@ -157,22 +153,14 @@ def test_a_stream_says_so_with_the_risk_of_the_prompt_and_of_the_answer(
         for fields, notes in (({"temperature": 0.5}, 3 if wire is RESPONSES else 2), ({}, 0)):
             body = body_of(wire, bundle, stream=True, **fields)
             text = app.client.post(wire.route, json=body).text
-            assert text.count(f'"decoding": "{HALF}') == notes
+            assert len(re.findall(rf'"decoding": ?"{HALF}', text)) == notes
             assert app.decoded() == (AT_HALF if fields else BUNDLES[bundle][2])
 
 
-def test_our_own_route_decodes_so_too(app: Watched) -> None:
-    for bundle, (_, _, silent) in BUNDLES.items():
-        for fields in ({}, NULLS):
-            note = note_in(app, SCORE, bundle, generate=fields)
-            assert app.decoded() == silent
-            assert ("decoding" in note["data"][0], departures(note)) == (False, [])
-        assert "decoding" in note_in(app, SCORE, bundle, generate={"temperature": 1.0})["data"][0]
-        assert app.decoded() == Decoding(1.0, 1.0)
-        stream = app.client.post("/score", json=body_of(SCORE, bundle, stream=True)).text
-        assert (app.decoded(), "decoding" in stream.partition("}]")[0]) == (silent, False)
-        only_read = note_in(app, SCORE, bundle, generate=None)
-        assert "decoding" not in only_read["data"][0], "no answer is wanted"
+def test_where_no_answer_is_wanted_nothing_is_said_of_it(app: Watched) -> None:
+    for bundle in BUNDLES:
+        [row] = app.ask(messages=QUESTION, bundle=bundle)["data"]
+        assert "decoding" not in row
 
 
 def test_a_response_has_the_temperature_that_was_used(app: Watched) -> None:
@@ -190,7 +178,7 @@ def test_a_response_has_the_temperature_that_was_used(app: Watched) -> None:
 
 def test_an_operator_may_have_it_as_openai_does(tmp_path: Path) -> None:
     with Watched(tmp_path, decoding="openai").started() as app:
-        for wire in WIRES.values():
+        for wire in (CHAT, TEXT, RESPONSES, MESSAGES):
             for bundle in BUNDLES:
                 note = note_in(app, wire, bundle)
                 assert app.decoded() == Decoding(1.0, 1.0)
@@ -198,5 +186,5 @@ def test_an_operator_may_have_it_as_openai_does(tmp_path: Path) -> None:
                 assert departures(note)
                 note_in(app, wire, bundle, temperature=0)
                 assert app.decoded().same(GREEDY)
-        note_in(app, SCORE, "greedy", generate={})
+        note_in(app, SCORE, "greedy")
         assert app.decoded() == GREEDY, "which is no API of OpenAI's"

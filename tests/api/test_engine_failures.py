@@ -1,10 +1,12 @@
-"""What the engine raises is ``engine_error`` on every route, and in the log once, with cause and
-request id."""
+"""Answers that fail or come too late.
+
+What the engine raises is ``engine_error`` on every route, and in the log once, with cause and
+request id.  What is not finished in time ends shortly before the deadline."""
 
 from __future__ import annotations
 
 import itertools
-import logging
+import re
 import threading
 from typing import Any
 
@@ -12,37 +14,43 @@ import pytest
 
 from service.errors import EngineBusy
 from service.serving import observers
+from service.serving.admission import Deadline
 from tests.engine_kinds import KINDS
-from tests.kit.api import MESSAGES, RESPONSES, WIRES, bodies_by_route, request_of, stream_events
+from tests.kit.api import (
+    MESSAGES,
+    NOTHING,
+    RESPONSES,
+    SCORE,
+    WIRES,
+    Wire,
+    bodies_by_route,
+    request_of,
+    send_to,
+    stream_events,
+)
 from tests.running import App, app_of_module
 
 SECRET = "a detail that no caller is told"
-OPEN = {"threshold": 1.0}
 BODIES = bodies_by_route("a")
 
 
 app = app_of_module(kinds=KINDS, answer="x" * 400)
 
 
-def counted(app: App) -> dict[str, float]:
-    lines = app.client.get("/metrics").text.splitlines()
-    errors = [line for line in lines if line.startswith("hallutracer_errors_to")]
-    return {line.split('"')[1]: float(line.split()[-1]) for line in errors}
+def counted(app: App) -> list[float]:
+    """Errors of the engine, and all."""
+    return [app.series("errors_total", code="engine_error"), app.series("errors_total")]
 
 
-def tracebacks(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    """Each line with a traceback, and that."""
-    results = [record for record in caplog.records if record.exc_info]
-    return [
-        (record.getMessage(), logging.Formatter().formatException(record.exc_info))
-        for record in results
-    ]  # type: ignore[arg-type]
+def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines that have one."""
+    return [record.getMessage() for record in caplog.records if record.exc_info]
 
 
 def check_logged(caplog: pytest.LogCaptureFixture, request_id: str) -> None:
-    ((message, traceback),) = tracebacks(caplog)
+    [message] = tracebacks(caplog)
     assert request_id in message
-    assert f"RuntimeError: {SECRET}" in traceback
+    assert f"RuntimeError: {SECRET}" in caplog.text
 
 
 @pytest.mark.parametrize("route", BODIES)
@@ -52,7 +60,7 @@ def test_a_prefill_that_fails(app: App, route: str, caplog: pytest.LogCaptureFix
     response = app.client.post(route, json=BODIES[route], headers={"x-request-id": "mine-1"})
     app.engine.fail = None
     assert (response.status_code, SECRET in response.text) == (500, False), response.text
-    assert counted(app) == before | {"engine_error": before["engine_error"] + 1}
+    assert counted(app) == [errors + 1 for errors in before]
     check_logged(caplog, "mine-1")
 
 
@@ -81,10 +89,10 @@ def test_a_step_of_an_answer_that_fails(
 
     monkeypatch.setattr(observers, "judged", told)
     monkeypatch.setattr(app.engine, "wait", wait)
-    body = request_of(wire, chosen=OPEN, stream=stream)
+    body = request_of(wire, chosen=NOTHING, stream=stream)
     response = app.client.post(wire.route, json=body, headers={"x-request-id": "mine-2"})
     assert (response.status_code, SECRET in response.text) == (200 if stream else 500, False)
-    assert counted(app) == before | {"engine_error": before["engine_error"] + 1}
+    assert counted(app) == [errors + 1 for errors in before]
     check_logged(caplog, "mine-2")
     if stream:  # the failure is its last event, and nothing says that the answer is whole
         assert ("[DONE]" in response.text) is (name in ("score", "chat", "text"))
@@ -119,3 +127,41 @@ def test_what_the_request_did_wrong_has_no_traceback(
 def test_a_nan_is_no_risk(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app.engine, "nan_layer", 0)
     assert app.ask(status=500, prompt="a")["error"]["code"] == "non_finite_readout"
+
+
+# --- answers that are not finished shortly before the deadline, whatever length a request named ---
+
+# How the protocols say that an answer was cut.
+ENDS = {"responses": "max_output_tokens", "messages": "max_tokens"}
+
+
+def answer_of(app: App, wire: Wire, *, stream: bool = False, **chosen: float) -> str:
+    """The text of a response to a request that names the length of its answer."""
+    return send_to(app, wire, tokens=30, stream=stream, chosen=NOTHING | chosen).text
+
+
+def ends_of(text: str) -> list[str]:
+    return re.findall(r'"(?:finish_reason|stop_reason|reason)": ?"(\w+)"', text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", WIRES)
+def test_an_answer_ends_shortly_before_the_deadline(
+    app: App, name: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = answer_of(app, WIRES[name], stream=stream)
+    decoded = app.engine.counters.decode_steps
+    # It has come when the first token is decoded.
+    monkeypatch.setattr(Deadline, "nearly", property(lambda _: 0.0))
+    cut = answer_of(app, WIRES[name], stream=stream)
+    assert ends_of(cut) == ends_of(whole) == [ENDS.get(name, "length")]
+    assert app.engine.counters.decode_steps - decoded < 3
+    assert not re.search('"code": ?"', cut)
+
+
+def test_a_deadline_of_the_request_s_own_counts(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    nearly = property(lambda self: given.append(self.seconds) or 0.0)
+    monkeypatch.setattr(Deadline, "nearly", nearly)
+    assert ends_of(answer_of(app, SCORE, deadline_ms=25_000)) == ["length"]
+    assert set(given) == {25.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -17,103 +17,58 @@ from hallutracer_client.mcp import make_server
 from service.annexes import annexes
 from service.api.app import ROUTERS
 from service.api.request_schema import Reference, RequestModel
+from tests.kit.tables import cells
 
 # Check -> the fields of requests that it bounds, where the field itself has no limit of length.
 # What a body may hold is counted by ``json_limits.excess``; these count what is done with a field:
 # tokens, prompts, values to walk.
-BOUNDED_BY: Mapping[str, frozenset[str]] = {
-    "service.engines.checks:check_length": frozenset(
-        (
-            "Message.content",
-            "ChatMessage.content",
-            "ChatMessage.refusal",
-            "TextPart.text",
-            "TextPart.refusal",
-            "ResponsesRequest.input",
-            "ResponsesRequest.instructions",
-            "InputItem.content",
-            "InputItem.output",
-            "InputPart.text",
-            "InputPart.refusal",
-            "MessagesRequest.system",
-            "CountRequest.system",
-            "AnthropicMessage.content",
-            "Block.content",
-            "Block.text",
-            "TextBlock.text",
-        )
-    ),
-    # how many prompts; each then by ``check_length``, or as token ids by ``check_prompts``
-    "service.api.asking:ScoringRequest.check": frozenset(
-        (
-            "ScoreRequest.prompt",
-            "ScoreRequest.input_ids",
-            "TextRequest.prompt",
-        )
-    ),
-    "service.api.tools_schema:check_parameters": frozenset(
-        ("Function.parameters", "ResponsesTool.parameters", "MessagesTool.input_schema")
-    ),
-    "service.api.tools_schema:offered": frozenset(
-        ("Function.description", "ResponsesTool.description", "MessagesTool.description")
-    ),
-    "service.api.tools_schema:arguments_of": frozenset(
-        ("CalledFunction.arguments", "InputItem.arguments")
-    ),
-    "service.json_limits:size_within": frozenset(("Block.input",)),
-    "probes_store.records:template_arguments": frozenset(
-        (
-            "ChatRequest.chat_template_kwargs",
-            "ResponsesRequest.chat_template_kwargs",
-            "MessagesRequest.chat_template_kwargs",
-        )
-    ),
-    "service.api.formats_schema:asked_format": frozenset(
-        ("ChatRequest.response_format", "TextConfig.format")
-    ),
-    "service.api.formats_schema:asked_schema": frozenset(
-        (
-            "OutputConfig.format",
-            "MessagesRequest.output_format",
-            "CountRequest.output_format",
-        )
-    ),
-}
-# Module in which an annex has routes -> the same of its requests.
-BOUNDED_OF_ANNEXES: Mapping[str, Mapping[str, frozenset[str]]] = {
-    "service.annexes.guardrails.guardrail_routes": {
-        "service.api.asking:ScoringRequest.check": frozenset(
-            ("ClassifyRequest.inputs", "GuardrailRequest.texts")
-        ),
-        "service.annexes.guardrails.guarding:conversation": frozenset(
-            ("GuardrailRequest.structured_messages",)
-        ),
-        # none of it is read: a call with any of it is refused
-        "service.annexes.guardrails.guarding:check_readable": frozenset(
-            ("GuardrailRequest.images", "GuardrailRequest.tools", "GuardrailRequest.tool_calls")
-        ),
-        # further fields, which are not read
-        "service.json_limits:excess": frozenset(("GuardrailRequest.*",)),
-    },
-    "service.annexes.guardrails.detector_routes": {
-        "service.api.asking:ScoringRequest.check": frozenset(("ContentsRequest.contents",)),
-        "service.annexes.guardrails.guarding:conversation": frozenset(
-            ("ChatDetectorRequest.messages",)
-        ),
-        "service.annexes.guardrails.guarding:check_readable": frozenset(
-            ("ChatDetectorRequest.tools",)
-        ),
-    },
+# Of prompts it is how many; each then by ``check_length``, or as token ids by ``check_prompts``.
+BOUNDED_BY = """
+    service.engines.checks:check_length | Message.content ChatMessage.content ChatMessage.refusal
+    service.engines.checks:check_length | TextPart.text TextPart.refusal InputPart.text
+    service.engines.checks:check_length | InputPart.refusal InputItem.content InputItem.output
+    service.engines.checks:check_length | ResponsesRequest.input ResponsesRequest.instructions
+    service.engines.checks:check_length | MessagesRequest.system CountRequest.system Block.content
+    service.engines.checks:check_length | AnthropicMessage.content Block.text TextBlock.text
+    service.api.asking:ScoringRequest.check | ScoreRequest.prompt ScoreRequest.input_ids
+    service.api.asking:ScoringRequest.check | TextRequest.prompt
+    service.api.tools_schema:check_parameters | Function.parameters ResponsesTool.parameters
+    service.api.tools_schema:check_parameters | MessagesTool.input_schema
+    service.api.tools_schema:offered | Function.description ResponsesTool.description
+    service.api.tools_schema:offered | MessagesTool.description
+    service.api.tools_schema:arguments_of | CalledFunction.arguments InputItem.arguments
+    service.json_limits:size_within | Block.input
+    probes_store.records:template_arguments | ChatRequest.chat_template_kwargs
+    probes_store.records:template_arguments | ResponsesRequest.chat_template_kwargs
+    probes_store.records:template_arguments | MessagesRequest.chat_template_kwargs
+    service.api.formats_schema:asked_format | ChatRequest.response_format TextConfig.format
+    service.api.formats_schema:asked_schema | OutputConfig.format MessagesRequest.output_format
+    service.api.formats_schema:asked_schema | CountRequest.output_format
+    """
+# Module in which an annex has routes -> the same of its requests.  What ``check_readable`` knows is
+# not read: a call with any of it is refused; nor are further fields of a guard.
+BOUNDED_OF_ANNEXES = {
+    "service.annexes.guardrails.guardrail_routes": """
+    service.api.asking:ScoringRequest.check | ClassifyRequest.inputs GuardrailRequest.texts
+    service.annexes.guardrails.guarding:conversation | GuardrailRequest.structured_messages
+    service.annexes.guardrails.guarding:check_readable | GuardrailRequest.images
+    service.annexes.guardrails.guarding:check_readable | GuardrailRequest.tools
+    service.annexes.guardrails.guarding:check_readable | GuardrailRequest.tool_calls
+    service.json_limits:excess | GuardrailRequest.*
+    """,
+    "service.annexes.guardrails.detector_routes": """
+    service.api.asking:ScoringRequest.check | ContentsRequest.contents
+    service.annexes.guardrails.guarding:conversation | ChatDetectorRequest.messages
+    service.annexes.guardrails.guarding:check_readable | ChatDetectorRequest.tools
+    """,
 }
 
 
-def checks() -> list[tuple[str, frozenset[str]]]:
-    of_all = [*BOUNDED_BY.items()]
-    for annex in annexes():
-        modules = {path.partition(":")[0] for path in annex.routers}
-        for module in sorted(modules):
-            of_all += BOUNDED_OF_ANNEXES.get(module, {}).items()
-    return of_all
+def checks() -> list[list[str]]:
+    """Each check, and the fields that it bounds."""
+    modules = {path.partition(":")[0] for annex in annexes() for path in annex.routers}
+    tables = [BOUNDED_BY, *(BOUNDED_OF_ANNEXES.get(module, "") for module in sorted(modules))]
+    return cells("\n".join(tables))
 
 
 CHECKS = checks()
@@ -190,7 +145,7 @@ def test_every_field_of_every_request_has_a_limit() -> None:
     without = set[str]().union(*map(unbounded, schemas().values())) - {
         "hallucination_riskArguments.*"
     }
-    bounded = [field for _, fields in CHECKS for field in fields]
+    bounded = [field for _, fields in CHECKS for field in fields.split()]
     assert without - set(bounded) == set(), (
         "give them a max_length, or name the check that bounds them in BOUNDED_BY"
     )

@@ -12,17 +12,30 @@ from typing import Any
 
 import pytest
 
-from tests.api.test_protocols import EVERYTHING, FIRST, NOTHING
-from tests.kit.api import RESPONSES, WIRES, note_of, request_of, send_to, stream_events
+from tests.kit.api import (
+    CHAT,
+    CHATS,
+    EVERYTHING,
+    NOTHING,
+    POLICIES,
+    REFUSAL,
+    RESPONSES,
+    Wire,
+    note_of,
+    request_of,
+    send_to,
+    stream_events,
+    whole,
+)
 from tests.running import App, app_of_module
 
-GROUPS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("alike.json").read_text())
+GROUPS: list[dict[str, Any]] = whole(json.loads(Path(__file__).with_name("alike.json").read_text()))
 USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "It is so."}
-REFUSAL = {"role": "assistant", "content": "I am not sure."}
+REFUSED = {"role": "assistant", "content": REFUSAL}
 Fields = dict[str, Any]
 
 
-app = app_of_module(policies=FIRST, policy="observe", takes_tools=True)
+app = app_of_module(policies=POLICIES, policy="observe", takes_tools=True)
 
 
 def reading_of(app: App, route: str, body: Fields) -> Any:
@@ -41,8 +54,8 @@ def reading_of(app: App, route: str, body: Fields) -> Any:
 
 @pytest.mark.parametrize("number", range(len(GROUPS)))
 def test_requests_of_a_group_are_read_alike(app: App, number: int) -> None:
-    """Other forms of a conversation, fields that change nothing, and what clients keep of earlier
-    turns."""
+    """Other forms of a conversation, fields that change nothing, texts that end an answer as many
+    and as long as are taken, and what clients keep of earlier turns."""
     [(route, body), *others] = GROUPS[number]["requests"]
     first = reading_of(app, route, body)
     for field in GROUPS[number].get("with", []):
@@ -51,26 +64,30 @@ def test_requests_of_a_group_are_read_alike(app: App, number: int) -> None:
         assert reading_of(app, other_route, other) == first, other
 
 
-def answer_turns(wire: str, document: Fields) -> list[Any]:
-    """The turns that an answer becomes, as each client sends it back: LiteLLM in its own form."""
-    if wire == "chat":
-        message = document["choices"][0]["message"]
-        litellm = {"role": "assistant", "content": message["content"], "tool_calls": None}
-        fields = {"provider_specific_fields": {"refusal": message["refusal"]}}
-        return [[message], [litellm | fields]]
-    if wire == "responses":
-        return [document["output"]]
-    return [[{"role": "assistant", "content": document["content"]}]]
+def answer_turns(wire: Wire, document: Fields) -> list[Any]:
+    """The turns that an answer becomes, as each client sends it back."""
+    if wire is CHAT:
+        return [document["choices"][0]["message"]]
+    if wire is RESPONSES:
+        return list(document["output"])
+    return [{"role": "assistant", "content": document["content"]}]
 
 
-@pytest.mark.parametrize("wire", ["chat", "responses", "messages"])
-def test_an_answer_that_comes_back_is_read(app: App, wire: str) -> None:
-    for chosen, turn in ((NOTHING, ANSWER), (EVERYTHING | {"policy": "gate"}, REFUSAL)):
-        document = send_to(app, WIRES[wire], messages=[USER], chosen=chosen).json()
+def of_litellm(message: Fields) -> Fields:
+    """A chat's message in its own form."""
+    refusal = {"provider_specific_fields": {"refusal": message["refusal"]}}
+    return {"role": "assistant", "content": message["content"], "tool_calls": None} | refusal
+
+
+@pytest.mark.parametrize("wire", CHATS.values(), ids=CHATS)
+def test_an_answer_that_comes_back_is_read(app: App, wire: Wire) -> None:
+    for chosen, turn in ((NOTHING, ANSWER), (EVERYTHING | {"policy": "gate"}, REFUSED)):
+        document = send_to(app, wire, messages=[USER], chosen=chosen).json()
         plain = reading_of(app, "/score", {"messages": [USER, turn, USER]})
-        for turns in answer_turns(wire, document):
-            body = request_of(WIRES[wire], [USER, *turns, USER])
-            assert reading_of(app, WIRES[wire].route, body) == plain
+        turns = answer_turns(wire, document)
+        for sent in (turns, *([of_litellm(turns[0])] for _ in range(wire is CHAT))):
+            body = request_of(wire, [USER, *sent, USER])
+            assert reading_of(app, wire.route, body) == plain
 
 
 def test_what_a_response_repeats_of_its_request(app: App) -> None:
@@ -78,8 +95,3 @@ def test_what_a_response_repeats_of_its_request(app: App) -> None:
     document = send_to(app, RESPONSES, chosen=NOTHING, **fields).json()
     repeated = {name: document[name] for name in ("instructions", "store", "max_output_tokens")}
     assert repeated == fields | {"store": False, "max_output_tokens": 40}
-    # A turn as it comes from a service that has a refusal's message as text, too.
-    parts = [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "a"}]
-    earlier = {"type": "message", "role": "assistant", "status": "completed", "id": "msg_1"}
-    turns = [USER, earlier | {"phase": None, "content": parts}, USER]
-    send_to(app, RESPONSES, messages=turns, chosen=NOTHING)

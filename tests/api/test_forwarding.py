@@ -29,16 +29,26 @@ from service.api.forwarding import MOST_BYTES
 from service.policies.guard import Action, Policy, Upstream
 from service.policies.policy import Rule
 from tests.api.test_auth import bearer
-from tests.kit.api import CHAT, SCORE, Wire, note_of, request_of
+from tests.kit.api import (
+    CHAT,
+    MESSAGES,
+    POLICIES,
+    QUESTION,
+    REFUSAL,
+    RESPONSES,
+    SCORE,
+    TEXT,
+    WIRES,
+    Wire,
+    note_of,
+    request_of,
+)
 from tests.kit.local_server import listening
-from tests.running import App, Running, running, until
+from tests.kit.tables import values
+from tests.running import App, Running, running, service_of_module, until
 
-ASKED = [{"role": "user", "content": "What is the capital of France?"}]
 SAID = "From the other server."
 KEY = "OTHER_SERVERS_KEY"
-WARN = Policy("warn", Action.ANNOTATE, 0.0, "Take care (risk {risk}).")
-FETCH = Policy("fetch", Action.RETRIEVE, 0.0, "Fetch a passage.")
-NOT_FLAGGED = {"hallutracer_threshold": 1.0}
 
 
 def sends(url: str, timeout_s: float = 20.0, key: str | None = None) -> Policy:
@@ -47,18 +57,12 @@ def sends(url: str, timeout_s: float = 20.0, key: str | None = None) -> Policy:
     )
 
 
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(
-        tmp_path_factory.mktemp("other"), policy="observe", api_keys=["theirs"]
-    ) as service:
-        service.engine.answer = SAID
-        yield service
+other = service_of_module(policy="observe", api_keys=["theirs"], answer=SAID)
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, other: Running) -> Iterator[Running]:
-    policies = {"send": sends(other.url, key=KEY), "fetch": FETCH, "warn": WARN}
+    policies = POLICIES | {"send": sends(other.url, key=KEY)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY, "theirs")
         with running(tmp_path_factory.mktemp("one"), policies=policies) as service:
@@ -68,7 +72,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, other: Running) -> Iterato
 def ask(service: Running, policy: str = "send", **given: Any) -> Any:
     client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=20)
     xargs = {"hallutracer_policy": policy} | given.pop("xargs", {})
-    given = {"model": "scripted", "messages": ASKED, "temperature": 0} | given
+    given = {"model": "scripted", "messages": QUESTION, "temperature": 0} | given
     return client.chat.completions.create(**given, extra_body={"vllm_xargs": xargs})
 
 
@@ -84,32 +88,34 @@ def streamed(chunks: list[Any]) -> str:
 
 
 def test_nobody_is_sent_twice_and_an_unknown_first_call_is_told(service: Running) -> None:
-    first = service.post(messages=ASKED, policy="fetch").json()
+    first = service.post(messages=QUESTION, policy="fetch").json()
     id, risk = first["id"], first["data"][0]["risk"]
-    second = service.post(messages=ASKED, policy="fetch", retrieval_of=id).json()
-    assert (second["data"][0]["decision"], second["data"][0]["message"]) == (
-        "abstain",
-        "I am not sure.",
-    )
+    second = service.post(messages=QUESTION, policy="fetch", retrieval_of=id).json()
+    [row] = second["data"]
+    assert (row["decision"], row["message"]) == ("abstain", REFUSAL)
     assert second["retrieval"] == {"of": id, "known": True, "risk_before": risk, "drop": 0.0}
     parsed = parse(ScoreResult, json.dumps(second).encode()).retrieval
     assert parsed is not None
     assert (parsed.known, parsed.drop) == (True, 0.0)
+    beside = [{"role": "user", "content": "Paris."}]
+    asked = request_of(CHAT, beside, chosen={"policy": "fetch", "retrieval_of": id})
+    chat = note_of(httpx.post(service.url + CHAT.route, json=asked).json())
+    assert chat["retrieval"]["drop"] == pytest.approx(risk - chat["data"][0]["risk"]) != 0
     for named, bundle in (("risk-nope", "one"), (id, "two")):
-        answer = service.post(messages=ASKED, retrieval_of=named, bundle=bundle).json()["retrieval"]
-        assert answer == {"of": named, "known": False}
+        answer = service.post(messages=QUESTION, retrieval_of=named, bundle=bundle).json()
+        assert answer["retrieval"] == {"of": named, "known": False}
 
 
 def test_another_callers_first_call_is_unknown_and_rules_choose_by_route_and_key(
     tmp_path: Path,
 ) -> None:
     keys = [ApiKey("secret-a", "rag", frozenset({"policy"})), ApiKey("secret-b", "web")]
-    policies = {"warn": WARN, "fetch": FETCH}
-    with App(tmp_path, policies=policies, api_keys=keys, callers_may=()).started() as app:
+    with App(tmp_path, policies=POLICIES, api_keys=keys, callers_may=()).started() as app:
         rules = (
             Rule(policy="fetch", key="rag"),
             Rule(policy="warn", route=CHAT.route, model="scripted"),
             Rule(policy="observe", model="another"),
+            *(Rule(policy="block", route=wire.route) for wire in (RESPONSES, MESSAGES)),
         )
         app.state.catalogue.policies = replace(app.state.catalogue.policies, rules=rules)
 
@@ -118,18 +124,21 @@ def test_another_callers_first_call_is_unknown_and_rules_choose_by_route_and_key
             body = request_of(wire, chosen=chosen)
             return note_of(app.client.post(wire.route, json=body, headers=headers).json())
 
-        loose, strict = {"policy": "observe"}, {"policy": "gate", "threshold": 0.0}
-        for key, wire, chosen, policy in (
-            ("a", SCORE, {}, "fetch"),
-            ("a", CHAT, {}, "fetch"),
-            ("b", CHAT, {}, "warn"),
-            ("b", SCORE, {}, "gate"),
-            ("b", SCORE, loose, None),
-            ("a", SCORE, strict, "gate"),
-            ("b", CHAT, loose, None),
-            ("b", CHAT, strict, "gate"),
+        for key, wire, chosen, policy in values(
+            """
+            "a" | "score" | {} | "fetch"
+            "a" | "chat" | {} | "fetch"
+            "b" | "chat" | {} | "warn"
+            "b" | "responses" | {} | "block"
+            "b" | "messages" | {} | "block"
+            "b" | "score" | {} | "gate"
+            "b" | "score" | {"policy": "observe"} | null
+            "a" | "score" | {"policy": "gate", "threshold": 0.0} | "gate"
+            "b" | "chat" | {"policy": "observe"} | null
+            "b" | "chat" | {"policy": "gate", "threshold": 0.0} | "gate"
+            """
         ):
-            answer = judged(key, wire, **chosen)
+            answer = judged(key, WIRES[wire], **chosen)
             assert answer.get("policy") == policy
             assert ("error" in answer) is (policy is None)
         first = judged("a", SCORE)["id"]
@@ -143,7 +152,7 @@ def test_another_callers_first_call_is_unknown_and_rules_choose_by_route_and_key
 
 def test_another_server_answers(service: Running, other: Running) -> None:
     decoded, asked = service.engine.counters.decode_steps, other.engine.counters.decode_steps
-    counted = service.metric("hallutracer_upstream_requests_total")
+    counted = service.series("upstream_requests_total")
     answer = ask(service, max_tokens=50)
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (SAID, "stop")
     assert (note(answer)["data"][0]["decision"], answer.id[:9]) == ("fallback", "chatcmpl-")
@@ -152,33 +161,29 @@ def test_another_server_answers(service: Running, other: Running) -> None:
     assert other.engine.counters.decode_steps > asked
     chunks = list(ask(service, stream=True, max_tokens=50, stream_options={"include_usage": True}))
     assert (streamed(chunks), note(chunks[0])["data"][0]["decision"]) == (SAID, "fallback")
-    assert not any(
-        "hallutracer" in chunk.model_extra for chunk in chunks[1:]
-    )  # the other server's note is its own
+    # The other server's note is its own.
+    assert not any("hallutracer" in chunk.model_extra for chunk in chunks[1:])
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
-    assert service.metric("hallutracer_upstream_requests_total") == counted + 2
+    assert service.series("upstream_requests_total") == counted + 2
 
 
 def test_what_is_not_flagged_or_not_to_be_answered_is_not_sent_on(
     service: Running, other: Running
 ) -> None:
     asked = other.engine.counters.decode_steps
-    assert ask(service, xargs=NOT_FLAGGED).choices[0].message.content == "It is so."
-    (row,) = service.post(messages=ASKED, policy="send", generate={"max_tokens": 3}).json()["data"]
+    assert (
+        ask(service, xargs={"hallutracer_threshold": 1.0}).choices[0].message.content == "It is so."
+    )
+    (row,) = service.post(messages=QUESTION, policy="send", generate={"max_tokens": 3}).json()[
+        "data"
+    ]
     assert (row["decision"], "completion" in row) == ("fallback", False)
 
-    def post(prompt: Any) -> httpx.Response:
-        body = {
-            "model": "scripted",
-            "prompt": prompt,
-            "vllm_xargs": {"hallutracer_policy": "send"},
-            "max_tokens": 50,
-        }
-        return httpx.post(f"{service.url}/v1/completions", json=body)
-
     assert other.engine.counters.decode_steps == asked
-    assert post("A").json()["choices"][0]["text"] == SAID
+    body = request_of(TEXT, chosen={"policy": "send"}, tokens=50)
+    answer = httpx.post(service.url + TEXT.route, json=body).json()
+    assert answer["choices"][0]["text"] == SAID
 
 
 def test_a_missing_key_is_not_left_out(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,15 +241,10 @@ def forwarding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runni
         yield both
 
 
-def failed(service: Running) -> float:
-    text = service.state.metrics.render()[0].decode()
-    return float(text.partition('upstream_requests_total{outcome="failed"} ')[2].partition("\n")[0])
-
-
 def refused(service: Running, stream: bool, said: str) -> list[Any]:
     """Ask, and see the error of an upstream; what came of a stream before it.  The service is
     well."""
-    seen, before = list[Any](), failed(service)
+    seen, before = list[Any](), service.series("upstream_requests_total", outcome="failed")
     with pytest.raises(openai.APIError) as error:
         seen.extend(ask(service, stream=stream))
     assert (said in error.value.message, "secret" in error.value.message) == (True, False)
@@ -254,7 +254,7 @@ def refused(service: Running, stream: bool, said: str) -> list[Any]:
         or isinstance(error.value, openai.InternalServerError)
         and error.value.status_code == 502
     )
-    assert failed(service) == before + 1
+    assert service.series("upstream_requests_total", outcome="failed") == before + 1
     assert service.post(prompt="A").status_code == 200
     return seen
 
@@ -266,28 +266,30 @@ SSE = "text/event-stream"
 BRACKETS = {"objects": '{"choices": [' + "{}," * 2**16 + "{}]}", "depth": "[" * 8000}
 
 
+NO_ANSWER = "something else than an answer"
+WHOLE = [
+    (http("500 Oops", '{"error": "their secret"}'), "status 500"),
+    (http("302 Found", ""), "status 302"),
+    (http("200 OK", '{"choices": []', length=900), "could not be reached or read"),
+]
+WHOLE += [
+    (http("200 OK", content), NO_ANSWER)
+    for content in ("hello", '{"choices": null}', '{"choices": [NaN]}', *BRACKETS.values())
+]
+STREAMS = [(http("200 OK", content, SSE), "closed its stream") for content in (CHUNK, "")]
+STREAMS += [
+    (http("200 OK", content, SSE), NO_ANSWER)
+    for content in (
+        f"{CHUNK}data: {{}}\n\n",
+        *(f"data: {bracket}\n\n" for bracket in BRACKETS.values()),
+    )
+]
+
+
 @pytest.mark.parametrize(
     ("stream", "written", "message"),
-    [
-        (False, http("500 Oops", '{"error": "their secret"}'), "status 500"),
-        (False, http("302 Found", ""), "status 302"),
-        (False, http("200 OK", "hello"), "something else than an answer"),
-        (False, http("200 OK", '{"choices": null}'), "something else than an answer"),
-        (False, http("200 OK", '{"choices": [NaN]}'), "something else than an answer"),
-        (False, http("200 OK", '{"choices": []', length=900), "could not be reached or read"),
-        (True, http("200 OK", CHUNK, SSE), "closed its stream"),
-        (True, http("200 OK", CHUNK + "data: {}\n\n", SSE), "something else"),
-        (True, http("200 OK", "", SSE), "closed its stream"),
-        *(
-            (False, http("200 OK", content), "something else than an answer")
-            for content in BRACKETS.values()
-        ),
-        *(
-            (True, http("200 OK", f"data: {bracket}\n\n", SSE), "something else than")
-            for bracket in BRACKETS.values()
-        ),
-    ],
-    ids=range(13),
+    [*((False, *case) for case in WHOLE), *((True, *case) for case in STREAMS)],
+    ids=range(len(WHOLE) + len(STREAMS)),
 )
 def test_its_failure_is_told_apart_from_ours(
     forwarding: tuple[Running, Other], stream: bool, written: bytes, message: str
@@ -334,7 +336,7 @@ def test_a_stalled_stream_ends_at_the_deadline_and_a_client_that_leaves_ends_it(
         assert streamed([next(chunks), next(chunks)]) == "Half an "
         chunks.close()
         assert hung_up.wait(20)
-        until(lambda: service.metric("hallutracer_requests_in_flight") == 0)
+        until(lambda: service.series("requests_in_flight") == 0)
 
 
 # --- one that answers without end, or more than it seems ---

@@ -3,7 +3,6 @@ Unicode."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import re
@@ -27,10 +26,10 @@ from service.json_limits import (
     size_within,
 )
 from service.serving.admission import OneAtATime
+from tests.kit.api import CHAT, RESPONSES, Wire, request_of
 from tests.running import App, app_of_module
 
 JSON = {"content-type": "application/json"}
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 LITELLM = "/beta/litellm_basic_guardrail_api"
 
 
@@ -44,11 +43,11 @@ LISTS = b"[" + b"[]," * MOST_CONTAINERS + b"[]]"
 # refusals.json.
 MANY: dict[str, tuple[str, bytes, str]] = {
     "a function": (
-        RESPONSES,
+        RESPONSES.route,
         b'{"input":"a","tools":[{"parameters":{"enum":%b}}],"tool_choice":"none"}',
         "values",
     ),
-    "a bias": (CHAT, b'{"logit_bias":%b}', "keys"),
+    "a bias": (CHAT.route, b'{"logit_bias":%b}', "keys"),
     "options": ("/score", b'{"prompt":"a","generate":%b}', "keys"),
     "what is not read": (LITELLM, b'{"texts":["a"],"x":%b}', "keys"),
     "texts": ("/classify", b'{"inputs":%b}', "lists and objects"),
@@ -112,13 +111,6 @@ def test_a_limit_is_taken_and_one_more_is_not(unit: bytes, fit: int, message: st
     assert (excess(texts), excess(texts + more)) == (None, f"more than {message}")
 
 
-def test_many_documents_count_together() -> None:
-    half = b"[" + b"[]," * (MOST_CONTAINERS // 2) + b"1]"
-    assert excess(half) is None
-    assert excess(half, half) == f"more than {MOST_CONTAINERS} lists and objects"
-    assert excess() is None
-
-
 def test_a_value_is_measured_no_further_than_its_limits() -> None:
     assert size_within({"ab": [1, "cde"], "f": {}}, levels=2) >= len("abcdef")
     for value, said in (
@@ -141,7 +133,12 @@ def test_a_value_is_measured_no_further_than_its_limits() -> None:
 
 
 def test_only_a_long_body_is_read_in_a_thread(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsed and validated; what it was validated to is the value that the route gets."""
+    """Parsed and validated; what it was validated to is the value that the route gets.
+
+    That a caller's bodies wait for each other and for nobody else: tests/serving/test_admission.py,
+    of formats."""
+    assert isinstance(app.app.state.long_bodies, OneAtATime)
+    assert MOST_THREADS > 1, "one is left for others, whatever a caller sends"
     seen = list[tuple[str, bool, str]]()
     validate, parse = ModelField.validate, json_body.parse
 
@@ -170,27 +167,14 @@ def test_only_a_long_body_is_read_in_a_thread(app: App, monkeypatch: pytest.Monk
     ]
 
 
-TURN = [{"role": "user", "content": "a"}]
+SCHEMA = {"name": "f", "schema": {"enum": [{}] * 1500}}
+OF_CHATS = {"response_format": {"type": "json_schema", "json_schema": SCHEMA}}
+OF_RESPONSES = {"text": {"format": {"type": "json_schema"} | SCHEMA}}
 
 
-@pytest.mark.parametrize(
-    ("route", "made"),
-    [
-        (
-            CHAT,
-            lambda schema: {
-                "messages": TURN,
-                "response_format": {"type": "json_schema", "json_schema": schema},
-            },
-        ),
-        (
-            RESPONSES,
-            lambda schema: {"input": "a", "text": {"format": {"type": "json_schema"} | schema}},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("wire", "fields"), [(CHAT, OF_CHATS), (RESPONSES, OF_RESPONSES)])
 def test_a_schema_of_some_kilobytes_is_checked_once_and_in_a_thread(
-    app: App, monkeypatch: pytest.MonkeyPatch, route: str, made: Any
+    app: App, monkeypatch: pytest.MonkeyPatch, wire: Wire, fields: dict[str, Any]
 ) -> None:
     """Milliseconds each: many such requests at once would hold up the event loop, and with it the
     health checks."""
@@ -201,52 +185,9 @@ def test_a_schema_of_some_kilobytes_is_checked_once_and_in_a_thread(
         return check_schema(schema)
 
     monkeypatch.setattr(formats_schema, "check_schema", checked)
-    body = {"model": "scripted"} | made({"name": "f", "schema": {"enum": [{}] * 1500}})
-    assert app.client.post(route, json=body).status_code < 500
+    assert app.client.post(wire.route, json=request_of(wire, **fields)).status_code < 500
     assert len(threads) == 1
     assert threads[0].startswith("body")
-
-
-class Work:
-    """Work that is held in its thread until it is let go."""
-
-    def __init__(self) -> None:
-        self.begun, self.go = threading.Event(), threading.Event()
-
-    def __call__(self) -> str:
-        self.begun.set()
-        assert self.go.wait(30)
-        return "done"
-
-
-def test_a_caller_s_bodies_wait_for_each_other_and_for_nobody_else() -> None:
-    async def scenario() -> None:
-        bodies, works = OneAtATime("body", MOST_THREADS), [Work() for _ in range(4)]
-        first, second, third = (asyncio.ensure_future(bodies.run("a", one)) for one in works[:3])
-        await asyncio.to_thread(works[0].begun.wait, 30)
-        other = asyncio.ensure_future(bodies.run("b", works[3]))
-        await asyncio.to_thread(works[3].begun.wait, 30)  # a thread is left, whatever a sends
-        assert not works[1].begun.is_set()
-        first.cancel()  # its thread is busy still: the next one has to wait
-        second.cancel()
-        await asyncio.sleep(0)
-        works[3].go.set()
-        assert await other == "done"
-        assert await bodies.run("c", lambda: "done") == "done"
-        assert not works[2].begun.is_set()
-        works[0].go.set()
-        await asyncio.to_thread(works[2].begun.wait, 30)
-        works[2].go.set()
-        assert await third == "done"
-        assert not works[1].begun.is_set()
-        with pytest.raises(ZeroDivisionError):
-            await bodies.run("a", lambda: 1 // 0)
-        assert await bodies.run("a", lambda: 1) == 1
-        await asyncio.sleep(0)
-        assert (dict(bodies.pending), bodies._turns) == ({}, {})
-        bodies.close()
-
-    asyncio.run(scenario())
 
 
 # --- texts that are no Unicode; those of half a character: refusals.json ---

@@ -15,22 +15,13 @@ import httpx
 import pytest
 
 from service.access.callers import ApiKey
-from service.api.json_body import parse
 from service.api.middleware import FREE, BodyMemory
 from service.engines.checks import SEGMENT, check_length
 from service.errors import BodiesFull, PromptTooLong
-from service.json_limits import MOST_CONTAINERS
 from tests.matching import Held
 from tests.running import Served, listening, until
 from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import serve
-
-
-def test_brackets_in_texts_are_not_counted() -> None:
-    text = '[{\\"' * MOST_CONTAINERS
-    assert parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
-    nested = {"prompt": [text], "x": [[]] * (MOST_CONTAINERS - 3)}
-    assert parse(json.dumps(nested).encode()) == nested
 
 
 def test_a_text_far_beyond_the_context_is_not_encoded_whole(

@@ -3,19 +3,15 @@ never a prompt."""
 
 from __future__ import annotations
 
-import asyncio
-import io
 import json
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
-from prometheus_client.parser import text_string_to_metric_families
 
 from service.access.callers import ApiKey
 from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEXT_ROUTE
@@ -24,7 +20,7 @@ from service.annexes.guardrails import (
     DETECTOR_ROUTES,
     LITELLM_ROUTE,
 )
-from service.audit.auditor import Auditor, Who
+from service.audit.auditor import Auditor
 from service.audit.file import verify
 from service.policies.guard import GATE
 from service.serving import metrics, observers
@@ -32,39 +28,40 @@ from service.serving.judgement import Judgement
 from service.serving.metrics import Metrics
 from service.serving.request_log import JsonLines
 from service.serving.service import Service
-from tests.kit.api import WIRES, bodies_by_route, check_error
+from tests.api.test_auth import KEY, client
+from tests.kit.api import (
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    TEXT,
+    WIRES,
+    bodies_by_route,
+    check_error,
+    request_of,
+)
 from tests.kit.audit import audit_lines, broken_log
 from tests.kit.key_files import add_key, revoke_key
+from tests.kit.tables import lines as text_lines
+from tests.kit.tables import values
 from tests.running import App, until
 
-KEY = {"authorization": "Bearer sesame"}
 SECRET = "the patient's name"
-
-
-@contextmanager
-def client(tmp_path: Path, **options: Any) -> Iterator[TestClient]:
-    with App(tmp_path, names=["tiny"], **options).started() as app:
-        yield app.client
 
 
 # --- the log line ---
 
 
 @pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines())
-    logger = logging.getLogger("hallutracer")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield stream
-    logger.removeHandler(handler)
-    logger.setLevel(before)
+def log(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The lines of the service's log so far, as it writes them."""
+    caplog.set_level(logging.INFO, "hallutracer")
+    written, own = JsonLines().format, "hallutracer"
+    return lambda: [written(line) for line in caplog.records if line.name.startswith(own)]
 
 
-def test_one_line_a_request_and_never_a_prompt(tmp_path: Path, log: io.StringIO) -> None:
+def test_one_line_a_request_and_never_a_prompt(
+    tmp_path: Path, log: Callable[[], list[str]]
+) -> None:
     many = {
         "prompt": [SECRET, SECRET + "?"],
         "generate": {"max_tokens": 3, "stop": [SECRET]},
@@ -81,17 +78,19 @@ def test_one_line_a_request_and_never_a_prompt(tmp_path: Path, log: io.StringIO)
             opened.post("/score", json={"prompt": SECRET} | body, headers=headers)
         opened.get("/health/ready")
         opened.get("/metrics")
-    written = log.getvalue()
-    assert not any(secret in written for secret in ("patient", "sesame", "It is"))
-    started, *served = [json.loads(line) for line in written.splitlines()]
+    written = log()
+    assert not any(secret in "".join(written) for secret in ("patient", "sesame", "It is"))
+    started, *served = map(json.loads, written)
     assert "status" not in started  # what judges: said once, at the start
-    assert [(line["status"], line.get("code"), line.get("caller")) for line in served] == [
-        (200, None, "key-1"),
-        (200, None, "key-1"),
-        (422, "invalid_request", "key-1"),
-        (401, "unauthorized", None),
-        (404, "not_found", "key-1"),
-    ]
+    assert [[line["status"], line.get("code"), line.get("caller")] for line in served] == values(
+        """
+        200 | null | "key-1"
+        200 | null | "key-1"
+        422 | "invalid_request" | "key-1"
+        401 | "unauthorized" | null
+        404 | "not_found" | "key-1"
+        """
+    )
     first = served[0]
     assert (first["request_id"], first["digest"]) == ("abc", answer["bundle"]["digest"])
     assert first["risks"] == [row["risk"] for row in answer["data"]]
@@ -102,47 +101,57 @@ def test_one_line_a_request_and_never_a_prompt(tmp_path: Path, log: io.StringIO)
     assert {"queue_ms", "prefill_ms", "probe_ms", "decode_ms", "total_ms"} <= set(first)
 
 
-def test_an_exception_is_one_json_line(tmp_path: Path, log: io.StringIO) -> None:
+def test_an_exception_is_one_json_line(tmp_path: Path, log: Callable[[], list[str]]) -> None:
     with client(tmp_path) as opened:
         opened.app.state.service.tokenizing.run = None  # type: ignore[attr-defined]
         assert opened.post("/score", json={"prompt": "a"}).status_code == 500
-    _, broken, request = (json.loads(line) for line in log.getvalue().splitlines())
+    _, broken, request = map(json.loads, log())
     assert ("Traceback" in broken["exception"], request["code"]) == (True, "internal_error")
 
 
 # --- the numbers; by themselves: test_metrics.py ---
 
 
+# The first route is called by its alias.
+COUNTED = """
+prompts_total{bundle="tiny:1",decision="abstain",model_name="scripted"} 2.0
+prompts_total{bundle="tiny:1",decision="continue",model_name="scripted"} 1.0
+prompts_total{bundle="tiny:1",decision="block",model_name="scripted"} 0.0
+flagged_total{bundle="tiny:1",model_name="scripted"} 3.0
+route_prompts_total{bundle="tiny:1",flagged="yes",model_name="scripted",route="/v1/risk/score"} 3.0
+route_prompts_total{bundle="tiny:1",flagged="no",model_name="scripted",route="/v1/risk/score"} 0.0
+gated_by_route_total{bundle="tiny:1",model_name="scripted",route="/v1/risk/score"} 2.0
+prompt_tokens_total{bundle="tiny:1",model_name="scripted"} 30.0
+completion_tokens_total{bundle="tiny:1",model_name="scripted"} 4.0
+risk_count{bundle="tiny:1",model_name="scripted"} 3.0
+risk_bucket{bundle="tiny:1",le="1.0",model_name="scripted"} 3.0
+prompt_length_tokens_bucket{le="8.0"} 0.0
+prompt_length_tokens_bucket{le="16.0"} 3.0
+errors_total{code="empty_prompt"} 1.0
+http_requests_total{status="200"} 2.0
+request_seconds_count 2.0
+queue_seconds_count 3.0
+prefill_seconds_count 3.0
+probe_seconds_count 3.0
+decode_seconds_count 1.0
+requests_in_flight 0.0
+ready 1.0
+"""
+
+
 def test_what_is_counted(tmp_path: Path) -> None:
-    with client(tmp_path) as opened:
-        for body in (
-            {"prompt": ["a", "b"], "threshold": 0, "generate": {}},
-            {"prompt": ""},
-            {"prompt": "a", "threshold": 0, "policy": "observe", "generate": {"max_tokens": 4}},
-        ):
-            opened.post("/score", json=body)
-        opened.get("/v1/models")
-        text = opened.get("/metrics").text
-    of = 'bundle="tiny:1"'
-    for line in (
-        *(
-            f'prompts_total{{{of},decision="{decision}",model_name="scripted"}} {count}.0'
-            for decision, count in (("abstain", 2), ("continue", 1), ("block", 0))
-        ),
-        f'flagged_total{{{of},model_name="scripted"}} 3.0',
-        # by its alias
-        f'route_prompts_total{{{of},flagged="yes",model_name="scripted",'
-        'route="/v1/risk/score"} 3.0',
-        f'completion_tokens_total{{{of},model_name="scripted"}} 4.0',
-        f'risk_count{{{of},model_name="scripted"}} 3.0',
-        'errors_total{code="empty_prompt"} 1.0',
-        'http_requests_total{status="200"} 2.0',
-        "request_seconds_count 2.0",
-        "decode_seconds_count 1.0",
-        "requests_in_flight 0.0",
-        "ready 1.0",
-    ):
-        assert f"hallutracer_{line}" in text
+    with App(tmp_path, names=["tiny"]).started() as app:
+        rows = app.ask(prompt=["a", "b"], threshold=0, generate={})["data"]
+        app.ask(status=422, prompt="")
+        observed = {"policy": "observe", "generate": {"max_tokens": 4}}
+        rows += app.ask(prompt="a", threshold=0, **observed)["data"]
+        assert [row["index"] for row in rows] == [0, 1, 0]
+        app.client.get("/v1/models")
+        assert app.series("risk_sum") == pytest.approx(sum(row["risk"] for row in rows))
+        answer = app.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    written = answer.text.splitlines()
+    assert [line for line in text_lines(COUNTED) if f"hallutracer_{line}" not in written] == []
 
 
 def test_a_new_metric_is_a_series_and_an_observer(
@@ -156,41 +165,39 @@ def test_a_new_metric_is_a_series_and_an_observer(
     series = metrics._counter("long_prompts_total", "Prompts of more than 24 tokens.", "bundle")
     monkeypatch.setattr(metrics, "_SERIES", (*metrics._SERIES, series))
     monkeypatch.setattr(observers, "ENDED", (*observers.ENDED, count_long))
-    with client(tmp_path) as opened:
-        opened.post("/score", json={"prompt": ["a", "a longer prompt than that" * 4]})
-        assert 'hallutracer_long_prompts_total{bundle="tiny:1"} 1.0' in opened.get("/metrics").text
+    with App(tmp_path, names=["tiny"]).started() as app:
+        app.ask(prompt=["a", "a longer prompt than that" * 4])
+        assert app.series("long_prompts_total", bundle="tiny:1") == 1
 
 
-def by_shape(text: str, name: str) -> dict[tuple[str, ...], float]:
-    """What is counted of each shape of a conversation."""
-    families = text_string_to_metric_families(text)
-    samples = [sample for family in families for sample in family.samples]
-    counted = [one for one in samples if one.value and one.name == f"hallutracer_{name}"]
-    shape = itemgetter("turns", "passage", "system")
-    return {shape(sample.labels): sample.value for sample in counted}
+# Not known of token ids, and of texts that go through no template.
+SHAPES = """
+    risk_by_conversation_count{passage="no",system="no",turns="0"} 3.0
+    risk_by_conversation_count{passage="yes",system="no",turns="0"} 2.0
+    risk_by_conversation_count{passage="no",system="no",turns="2-4"} 1.0
+    risk_by_conversation_count{passage="no",system="yes",turns="0"} 2.0
+    risk_by_conversation_count{passage="no",system="yes",turns="2-4"} 1.0
+    risk_by_conversation_count{passage="unknown",system="unknown",turns="unknown"} 4.0
+    gated_by_conversation_total{passage="no",system="no",turns="0"} 1.0
+    gated_by_conversation_total{passage="yes",system="no",turns="0"} 1.0
+    """
 
 
 def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> None:
     question = {"role": "user", "content": "What is the capital of Nauru?"}
     turns = [question, {"role": "assistant", "content": "Yaren."}] * 2 + [question]
     beside = "Documents:\nYaren is a district of Nauru.\n\n" + question["content"]
-    chat = {"model": "scripted", "max_tokens": 2}
+    brief = "Be brief."
     texts = {"input_type": "request", "texts": [beside]}
     with client(tmp_path, policy="observe") as opened:
         for path, body in (
             ("/score", {"prompt": [question["content"], beside], "policy": "gate", "threshold": 0}),
             ("/score", {"messages": turns}),
             ("/score", {"input_ids": [[1, 2], [3]]}),
-            (
-                CHAT_ROUTE,
-                chat | {"messages": [{"role": "developer", "content": "Be brief."}, question]},
-            ),
-            (
-                RESPONSES_ROUTE,
-                {"model": "scripted", "input": [question], "instructions": "Be brief."},
-            ),
-            (MESSAGES_ROUTE, chat | {"messages": turns, "system": "Be brief."}),
-            (TEXT_ROUTE, chat | {"prompt": beside}),
+            (CHAT_ROUTE, request_of(CHAT, [{"role": "developer", "content": brief}, question])),
+            (RESPONSES_ROUTE, request_of(RESPONSES, [question], instructions=brief)),
+            (MESSAGES_ROUTE, request_of(MESSAGES, turns, system=brief)),
+            (TEXT_ROUTE, request_of(TEXT, prompt=beside)),
             (CLASSIFY_ROUTE, {"inputs": question["content"]}),
             (LITELLM_ROUTE, texts),
             (LITELLM_ROUTE, texts | {"structured_messages": [question]}),
@@ -200,16 +207,9 @@ def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> Non
         scorer.prompt_format = "text"  # a prompt of such a bundle may hold a whole conversation
         opened.post("/score", json={"prompt": beside})
         text = opened.get("/metrics").text
-    assert by_shape(text, "risk_by_conversation_count") == {
-        ("0", "no", "no"): 3,
-        ("0", "yes", "no"): 2,
-        ("2-4", "no", "no"): 1,
-        ("0", "no", "yes"): 2,
-        ("2-4", "no", "yes"): 1,
-        ("unknown", "unknown", "unknown"): 4,  # token ids, and texts that go through no template
-    }
-    gated = by_shape(text, "gated_by_conversation_total")
-    assert gated == {("0", "no", "no"): 1, ("0", "yes", "no"): 1}
+    shapes = text.replace('bundle="tiny:1",model_name="scripted",', "")
+    names = r"hallutracer_((?:risk_by_conversation_count|gated_by_conversation_total){.* [1-9].*)"
+    assert set(re.findall(names, shapes)) == {*text_lines(SHAPES)}
     assert "Nauru" not in text
 
 
@@ -285,14 +285,9 @@ def test_answers_go_on_without_the_log_and_are_counted(tmp_path: Path) -> None:
     with audited(tmp_path) as app:
         with broken_log(tmp_path / "audit.jsonl"):
             app.ask(prompt="a")
-            assert (
-                'hallutracer_audit_lines_total{fate="missed"} 1.0'
-                in app.client.get("/metrics").text
-            )
+            assert app.series("audit_lines_total", fate="missed") == 1
         app.ask(prompt="a")
-        assert (
-            'hallutracer_audit_lines_total{fate="written"} 1.0' in app.client.get("/metrics").text
-        )
+        assert app.series("audit_lines_total", fate="written") == 1
         assert lines(tmp_path)[-1]["missed"] == 1
 
 
@@ -304,23 +299,17 @@ def test_where_the_log_is_required_nothing_is_told_that_is_not_in_it(tmp_path: P
                 refused = app.client.post(path, json=body)
                 error = refused.json().get("error", refused.json())
                 name = error["type"] if path == MESSAGES_ROUTE else error["code"]
-                names = {
-                    MESSAGES_ROUTE: "overloaded_error",
-                    **dict.fromkeys(DETECTOR_ROUTES, 503),
-                }
-                expected = (503, names.get(path, "audit_unavailable"))
-                assert (refused.status_code, name) == expected, path
+                names = {MESSAGES_ROUTE: "overloaded_error"} | dict.fromkeys(DETECTOR_ROUTES, 503)
+                assert (refused.status_code, name) == (503, names.get(path, "audit_unavailable"))
                 assert refused.headers["retry-after"]
                 assert "risk" not in refused.json()
             assert app.client.get("/health/live").status_code == 200
-            not_ready = app.client.get("/health/ready")
-            error = check_error(not_ready, 503, code="not_ready")
+            error = check_error(app.client.get("/health/ready"), 503, code="not_ready")
             assert "cannot write the audit log" in error["message"]
-            assert "hallutracer_ready 0.0" in app.client.get("/metrics").text
+            assert app.series("ready") == 0
         app.ask(prompt="a")
         assert app.client.get("/health/ready").status_code == 200
-        text = app.client.get("/metrics").text
-        assert f'hallutracer_errors_total{{code="audit_unavailable"}} {len(ASKED) + 1}.0' in text
+        assert app.series("errors_total", code="audit_unavailable") == len(ASKED) + 1
     assert len(lines(tmp_path, "decision")) == 2
 
 
@@ -331,7 +320,12 @@ def test_keys_that_change_are_audited_and_without_the_log_none_is_added(
     path = tmp_path / "keys.toml"
     one = add_key(path, "one", {"scopes": ["score"]})
     with audited(tmp_path, keys_file=path) as app:
-        ring = app.state.access.keys
+        ring, good = app.state.access.keys, path.read_text()
+        path.write_text("[one")  # in which the log has no part
+        until(lambda: ring.problem is not None)
+        path.write_text(good)
+        until(lambda: ring.problem is None)
+        assert lines(tmp_path, "keys.reload") == []
         two = add_key(path, "two", {"scopes": ["score"]})
         until(lambda: ring.find(two) is not None and len(lines(tmp_path, "keys.reload")) > 1)
         begun, done = lines(tmp_path, "keys.reload")
@@ -346,13 +340,3 @@ def test_keys_that_change_are_audited_and_without_the_log_none_is_added(
             assert [ring.find(two) is None, ring.find(three) is None] == [False, True]
         until(lambda: ring.find(three) is not None)  # by itself, once it can be written
         until(lambda: ring.problem is None)
-
-
-def test_the_log_has_no_part_in_a_broken_file(tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
-    add_key(path, "one", {"scopes": ["score"]})
-    with audited(tmp_path, keys_file=path) as app:
-        path.write_text("[one")
-        assert asyncio.run(app.state.access.reload(Who(by="signal")))
-        assert app.state.access.keys.problem is not None
-        assert lines(tmp_path, "keys.reload") == []

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from service.api.json_body import INLINE
-from tests.api.test_protocols import FIRST
-from tests.kit.api import Plain, whole
+from tests.kit.api import POLICIES, Plain, whole
 from tests.running import App
 
 JSON = {"content-type": "application/json"}
@@ -26,8 +25,8 @@ FILE = Path(__file__).with_name("refusals.json")
 # The services that the requests are sent to; a template has a place for tools in those of the
 # second kind.
 SERVICES: dict[str, tuple[dict[str, Any], bool]] = {
-    "no tools": ({"policies": FIRST}, False),
-    "tools": ({"policies": FIRST}, True),
+    "no tools": ({"policies": POLICIES}, False),
+    "tools": ({"policies": POLICIES}, True),
     "few prompts": ({"max_body_bytes": 20_000, "max_prompts": 8}, False),
     "short answers": ({"max_new_tokens": 3}, False),
     "no special tokens": ({"refuse_special_tokens": True}, False),

@@ -27,13 +27,8 @@ def run(
         "schemathesis.cli",
         "--config-file",
         str(HERE / "schemathesis.toml"),
-        "run",
-        f"{service.url}/openapi.json",
-        "--no-color",
-        "--phases",
-        phases,
-        *options,
     ]
+    command += ["run", f"{service.url}/openapi.json", "--no-color", "--phases", phases, *options]
     return subprocess.run(
         command,
         cwd=folder,

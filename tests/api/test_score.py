@@ -7,11 +7,12 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import re
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, MutableMapping
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,15 @@ import pytest
 from service.engines.base import Update
 from service.policies.guard import Action, Policy
 from tests.engine_kinds import KINDS
+from tests.kit.api import check_error, stream_events
+from tests.kit.in_loop import InLoop, Message
+from tests.kit.tables import values
 from tests.matching import Held
 from tests.running import App, Running, app_of_module, running, until
 
-ALIASES = {"two": {"canary": 1}}
-
-
+JSON = {"content-type": "application/json"}
 # For tests that change nothing of it.
-app = app_of_module(aliases_of=lambda name: ALIASES.get(name, {}))
+app = app_of_module(aliases_of=lambda name: {"canary": 1} if name == "two" else {})
 
 
 @pytest.fixture(params=KINDS)
@@ -38,75 +40,26 @@ def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]
         yield service
 
 
-def events(text: str) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 def send(
     service: Running, body: dict[str, Any], *, cut: int = 0, buffer: int | None = None
 ) -> socket.socket:
-    """Open a connection and send a request, without its last ``cut`` bytes; ``buffer`` bytes of an
-    answer fit in."""
+    """Send a request without its last ``cut`` bytes; ``buffer`` bytes of an answer fit in."""
     content = json.dumps(body).encode()
     head = (
-        "POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length:"
-        f" {len(content)}"
+        "POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(content)}\r\n\r\n"
     )
-    connection = socket.socket()
-    connection.settimeout(20)
-    if buffer is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    connection.connect(("127.0.0.1", service.port))
-    connection.sendall(f"{head}\r\n\r\n".encode() + content[: len(content) - cut])
-    return connection
+    return service.connect(head.encode(), content[: len(content) - cut], buffer=buffer)
 
 
 def idle(service: Running) -> bool:
-    gauges = (
-        "hallutracer_queue_depth",
-        "hallutracer_running_decodes",
-        "hallutracer_requests_in_flight",
-    )
-    return (
-        all(service.metric(name) == 0 for name in gauges)
-        and service.engine.counters.open_continuations == 0
-    )
+    """Whether nothing of any request is left."""
+    gauges = ("queue_depth", "running_decodes", "requests_in_flight")
+    left = sum(service.series(name) for name in gauges)
+    return left + service.engine.counters.open_continuations == 0
 
 
 # --- what is answered ---
-
-
-def test_ids_and_times_are_headers(app: App) -> None:
-    response = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc-1"})
-    assert (response.headers["x-request-id"], response.json()["id"]) == ("abc-1", "risk-abc-1")
-    assert response.json()["bundle"]["digest"] == app.bundles[0].manifest.digest
-    assert all(
-        float(response.headers[f"x-{name}-time"]) >= 0 for name in ("queue", "inference", "total")
-    )
-    response = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "bad id\t"})
-    assert len(response.headers["x-request-id"]) == 32
-
-
-def test_lists_messages_and_ids_agree_with_single_prompts_on_both_routes(app: App) -> None:
-    message = [{"role": "user", "content": "b"}]
-    ids = app.engine.render_chat(message)
-    both = app.ask(prompt=["a", "b"])["data"]
-    assert [row["index"] for row in both] == [0, 1]
-    for body in (
-        {"prompt": "b"},
-        {"messages": message},
-        {"input_ids": ids},
-        {"input_ids": [ids, ids]},
-    ):
-        assert app.ask(**body)["data"][-1]["risk"] == both[1]["risk"], body
-    alias = app.ask("/v1/risk/score", prompt=["a", "b"])
-    assert alias["data"] == both
-    (row,) = app.ask(prompt="b", include=["trajectory", "running_mean"])["data"]
-    assert len(row["trajectory"]) == len(row["running_mean"]) == 4
-    assert row["running_mean"][-1] == pytest.approx(row["depth_mean"])
-    assert sum(row["trajectory"]) / 4 == pytest.approx(row["depth_mean"])
 
 
 def test_bundles_by_name_and_reference_and_what_is_loaded(app: App) -> None:
@@ -119,17 +72,10 @@ def test_bundles_by_name_and_reference_and_what_is_loaded(app: App) -> None:
             False,
         ), "no path of the server is told"
         assert "one:1, two:1" in error["message"]
-    assert app.ask(status=404, prompt="b", model="other")["error"]["param"] == "model"
-    app.ask(prompt="b", model="scripted")
     (model,) = app.client.get("/v1/models").json()["data"]
-    assert (model["id"], model["object"], model["bundles"]) == (
-        "scripted",
-        "model",
-        ["one:1", "two:1"],
-    )
+    assert (model["object"], model["bundles"]) == ("model", ["one:1", "two:1"])
     one, _ = app.client.get("/v1/bundles").json()["data"]
-    assert (one["id"], one["default"], one["signals"]) == ("one:1", True, ["depth_mean"])
-    assert one["digest"].startswith("sha256:")
+    assert (one["signals"], one["digest"]) == (["depth_mean"], app.bundles[0].manifest.digest)
 
 
 def test_the_operators_reference_names_what_was_loaded(tmp_path: Path) -> None:
@@ -145,37 +91,25 @@ def test_the_operators_reference_names_what_was_loaded(tmp_path: Path) -> None:
 
 
 def test_policies_and_whose_threshold_counts(tmp_path: Path) -> None:
+    """The service's threshold counts where the policy names none."""
     support = Policy("support", Action.ABSTAIN, threshold=0.0, message="Ask Ada.")
+    told = ("policy", "decision", "threshold", "flagged", "message")
     with App(
         tmp_path, policies={"support": support}, policy="support", threshold=1.0
     ).started() as app:
-        for choice, expected in (
-            ({}, ("support", "abstain", 0.0, True, "Ask Ada.")),
-            (
-                {"policy": "gate"},
-                ("gate", "continue", 1.0, False, None),
-            ),  # the service's: the policy names none
-            (
-                {"policy": "gate", "threshold": 0.0},
-                ("gate", "abstain", 0.0, True, "I am not sure."),
-            ),
-            ({"policy": "observe", "threshold": 0.0}, ("observe", "continue", 0.0, True, None)),
+        for choice, *expected in values(
+            """
+            {} | "support" | "abstain" | 0.0 | true | "Ask Ada."
+            {"policy": "gate"} | "gate" | "continue" | 1.0 | false | null
+            {"policy": "gate", "threshold": 0} | "gate" | "abstain" | 0.0 | true | "I am not sure."
+            {"policy": "observe", "threshold": 0} | "observe" | "continue" | 0.0 | true | null
+            """
         ):
             answer = app.ask(prompt="a", **choice)
             row = answer | answer["data"][0]
-            assert (
-                tuple(
-                    row.get(name)
-                    for name in ("policy", "decision", "threshold", "flagged", "message")
-                )
-                == expected
-            )
-        assert app.client.get("/v1/bundles").json()["policies"] == [
-            "support",
-            "block",
-            "gate",
-            "observe",
-        ]
+            assert [row.get(name) for name in told] == expected
+        policies = app.client.get("/v1/bundles").json()["policies"]
+        assert policies == ["support", "block", "gate", "observe"]
 
 
 def test_cached_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,63 +122,65 @@ def test_cached_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(service.served, "answer", cached)
         assert service.post(prompt=["a", "b"]).json()["usage"]["cached_tokens"] == 8
-        first, *_, last = events(
-            service.post(prompt="a", generate={"max_tokens": 5}, threshold=1, stream=True).text
-        )
+        body = {"prompt": "a", "generate": {"max_tokens": 5}, "threshold": 1, "stream": True}
+        first, *_, last, _ = stream_events(service.post(**body).text)
         assert first["usage"]["cached_tokens"] == last["usage"]["cached_tokens"] == 4
         assert last["usage"]["completion_tokens"] == 5
 
 
-def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) -> None:
-    service.engine.answer = "Zürich, 日本 and 🙂"
-
-    def ask(n: int) -> tuple[str, str]:
-        body = {"prompt": f"prompt {n}", "generate": {"max_tokens": 64}, "policy": "observe"}
-        plain = service.post(**body).json()["data"][0]["completion"]["text"]
-        return plain, "".join(
-            event["delta"]["text"] for event in events(service.post(**body, stream=True).text)[1:]
-        )
-
-    with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(ask, range(6))) == [(service.engine.answer, service.engine.answer)] * 6
-    until(lambda: idle(service))
-
-
 # --- what is refused ---
-
-CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
 
 
 @pytest.mark.parametrize("declared", [None, "application/x-www-form-urlencoded", "x" * 500])
 def test_another_content_type_is_named(app: App, declared: str | None) -> None:
     """As curl sends one by default."""
-    headers = {"content-type": declared} if declared else {}
-    response = app.client.post("/score", content=b'{"prompt": "a"}', headers=headers)
-    error = response.json()["error"]
-    assert (response.status_code, error["code"], len(error["message"]) < 200) == (
-        422,
-        "invalid_request",
-        True,
-    )
-    assert f"found Content-Type {(declared or 'none')[:80]}" in error["message"]
+
+    def sent(headers: dict[str, str]) -> httpx.Response:
+        return app.client.post("/score", content=b'{"prompt": "a"}', headers=headers)
+
+    refused = sent({"content-type": declared} if declared else {})
+    message = check_error(refused, 422, code="invalid_request")["message"]
+    assert f"found Content-Type {(declared or 'none')[:80]}" in message
+    assert len(message) < 200
     for right in ("application/json; charset=utf-8", "application/x+json"):
-        assert (
-            app.client.post(
-                "/score", content=b'{"prompt": "a"}', headers={"content-type": right}
-            ).status_code
-            == 200
-        )
+        assert sent({"content-type": right}).status_code == 200
 
 
-def test_another_method_and_another_path_name_what_there_is(app: App) -> None:
-    for method, path, code, said in (
-        ("GET", "/score", "method_not_allowed", "it takes POST"),
-        ("GET", "/no", "not_found", "/health/ready"),
-        ("POST", "/v1/models", "method_not_allowed", "it takes GET"),
-        ("DELETE", "/v1/models/x", "method_not_allowed", "GET"),
+def test_another_method_names_those_that_are_taken(app: App) -> None:
+    for method, path, taken in (
+        ("GET", "/score", "it takes POST"),
+        ("POST", "/v1/models", "it takes GET"),
+        ("DELETE", "/v1/models/x", "GET"),
     ):
-        error = app.client.request(method, path).json()["error"]
-        assert (error["code"], said in error["message"]) == (code, True), error
+        error = check_error(app.client.request(method, path), 405, code="method_not_allowed")
+        assert taken in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/nothing", "no such route: /nothing;"),
+        ("/v1/scores", "no such route: /v1/scores;"),
+        ("/nothing?a=b", "no such route: /nothing;"),
+        ("/%1b%5b31mred", "no such route: /?[31mred;"),
+        ("/%7Bpath%7D", "no such route: /{path};"),
+        ("/" + "x" * 5000, "no such route: /" + "x" * 199 + "...;"),
+        ("/v1/embeddings", "/health/ready"),
+        (
+            "/chat/completions",
+            "ends in /v1",
+        ),  # of clients whose address is short of /v1, or has two
+        ("/v1/v1/chat/completions", "ends in /v1"),
+    ],
+)
+def test_an_unknown_path_is_named_with_the_routes_that_there_are(
+    app: App, path: str, words: str
+) -> None:
+    for method in ("GET", "POST"):
+        message = check_error(app.client.request(method, path), 404, code="not_found")["message"]
+        assert words in message
+        routes = set(re.split(r"[ ,;:)]+", message))
+        assert routes >= {"/score", "/v1/risk/score", "/v1/chat/completions"}
 
 
 # --- failures, deadlines, clients that leave ---
@@ -261,7 +197,7 @@ def test_a_deadline_under_way_is_an_event(
         prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=1500
     )
     late.set()
-    assert events(response.text)[-1]["error"]["code"] == "deadline_exceeded"
+    assert stream_events(response.text)[-2]["error"]["code"] == "deadline_exceeded"
     until(lambda: idle(service))
 
 
@@ -287,17 +223,7 @@ def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
     until(lambda: idle(service))
     assert service.engine.counters.prefills == prefills + 1  # only the one that was held
     holder.close()
-    assert (
-        'errors_total{code="client_closed_request"} 4.0' in httpx.get(f"{service.url}/metrics").text
-    )
-
-
-def test_a_body_that_never_comes_is_408(tmp_path: Path) -> None:
-    with running(tmp_path, deadline_s=0.3) as service:
-        slow = send(service, {"prompt": "a"}, cut=3)
-        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
-        slow.close()
-        assert service.metric("hallutracer_requests_in_flight") == 0
+    assert service.series("errors_total", code="client_closed_request") == 4
 
 
 def test_a_reader_that_takes_nothing_is_let_go(
@@ -320,16 +246,10 @@ def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path) -> Non
     body = json.dumps(
         {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 500}, "stream": True}
     ).encode()
-    requests = [{"type": "http.request", "body": body}]
     turns, decoded = 0, False
     sent_in_turn: Counter[int] = Counter()
 
-    async def receive() -> dict[str, Any]:
-        if not requests:
-            await asyncio.Event().wait()
-        return requests.pop()
-
-    async def take(message: MutableMapping[str, Any]) -> None:
+    async def take(message: Message) -> None:
         nonlocal decoded
         while (
             not decoded and "body" in message
@@ -344,23 +264,11 @@ def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path) -> Non
             turns += 1
             await asyncio.sleep(0)
 
-    async def stream() -> None:
-        counting = asyncio.create_task(count_turns())
-        async with service.app.router.lifespan_context(service.app):
-            while not service.state.lifecycle.is_ready:
-                await asyncio.sleep(0.01)
-            headers = [(b"content-type", b"application/json")]
-            scope = {
-                "type": "http",
-                "method": "POST",
-                "path": "/score",
-                "query_string": b"",
-                "headers": headers,
-            }
-            await service.app(scope, receive, take)
+    with service.started():
+        assert service.client.portal is not None
+        counting = service.client.portal.start_task_soon(count_turns)
+        InLoop(service.client).post("/score", content=body, headers=JSON, taken=take)
         counting.cancel()
-
-    asyncio.run(stream())
     assert (sent_in_turn.total(), max(sent_in_turn.values()) <= 64) == (501, True)
 
 
@@ -395,8 +303,8 @@ def test_a_broken_engine_is_neither_ready_nor_alive(
         assert told.wait(20)
         for path in ("live", "ready"):
             answer = httpx.get(f"{service.url}/health/{path}")
-            assert (answer.status_code, "the engine broke" in answer.text) == (503, True)
-        assert service.metric("hallutracer_ready") == 0
+            assert "the engine broke" in check_error(answer, 503)["message"]
+        assert service.series("ready") == 0
 
 
 def test_stopping_finishes_what_is_in_flight(service: Running) -> None:
@@ -419,7 +327,7 @@ def test_shutting_down_answers_503_to_queued_work(tmp_path: Path, kind: str) -> 
         app.engine.before = held = Held()
         asked = [pool.submit(app.client.post, "/score", json={"prompt": "a"}) for _ in range(2)]
         assert held.entered.wait(10)
-        until(lambda: "hallutracer_queue_depth 2.0" in app.client.get("/metrics").text)
+        until(lambda: app.series("queue_depth") == 2)
         pool.submit(app.state.stop)
         time.sleep(0.2)
         held.release.set()

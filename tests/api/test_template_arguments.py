@@ -3,6 +3,7 @@ request changes a prompt, and none leaves out a turn."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from service.engines.transformers.engine import TransformersEngine
 from service.scoring import Scorer
 from tests.engines import tiny
 from tests.kit.api import CHAT, MESSAGES, RESPONSES, SCORE, Wire, check_error, request_of
+from tests.kit.tables import cells
 from tests.matching import matching_bundle
 from tests.running import in_process
 
@@ -68,77 +70,53 @@ def ask(
     return client.post(wire.route, json=body)
 
 
-def test_a_prompt_is_rendered_with_the_arguments_of_training(client: TestClient, kind: str) -> None:
+def test_a_prompt_is_rendered_and_counted_with_the_arguments_of_training(
+    client: TestClient, kind: str
+) -> None:
     tokens = [ask(client, wire).json()["usage"] for wire in (SCORE, *WIRES)]
+    body = {"model": "tiny", "messages": USER}
+    tokens.append(client.post(COUNT_ROUTE, json=body).json())
     counted = {usage.get("prompt_tokens", usage.get("input_tokens")) for usage in tokens}
     assert counted == {len("user: Hi\n>") + (kind == "switched off")}
-
-
-Fields = dict[str, Any]
-KWARGS = "chat_template_kwargs"
-NAMES = {CHAT.route: "reasoning_effort", RESPONSES.route: "reasoning.effort"}
-
-
-def arguments(value: Any) -> tuple[Fields, Fields, Fields]:
-    """The field that each protocol takes arguments by."""
-    return ({KWARGS: value},) * 3
-
-
-@pytest.mark.parametrize(
-    ("asked", "field", "taken_by"),
-    [
-        (
-            arguments({"enable_thinking": False}),
-            KWARGS,
-            {"switched off", "no switch"},
-        ),
-        (arguments({"enable_thinking": True}), KWARGS, {"switch", "no switch"}),
-        (
-            (
-                {"reasoning_effort": "none"},
-                {"reasoning": {"effort": "none"}},
-                {"thinking": {"type": "disabled"}},
-            ),
-            "",
-            {"no switch"},
-        ),
-        (({"reasoning_effort": "high"}, {"reasoning": {"effort": "high"}}, {}), "", {"no switch"}),
-        (arguments({"other": 1}), "", set(TRAINED)),
-        (arguments(None), "", set(TRAINED)),
-        (arguments({"tools": "x"}), KWARGS, set[str]()),
-        (arguments({"x": [1]}), KWARGS, set[str]()),
-    ],
-    ids=[
-        "off",
-        "on",
-        "no effort",
-        "high effort",
-        "an unknown name",
-        "null",
-        "a name of the call",
-        "a list",
-    ],
-)
-def test_what_would_render_a_chat_otherwise_is_refused_by_name(
-    client: TestClient, kind: str, asked: tuple[Fields, ...], field: str, taken_by: set[str]
-) -> None:
-    for wire, fields in zip(WIRES, asked, strict=True):
-        answer = ask(client, wire, **fields)
-        disabled = "thinking" in fields and kind == "switched off"
-        if kind in taken_by or not fields or disabled:
-            assert answer.status_code == 200, (wire, answer.text)
-            continue
-        error, name = check_error(answer, wire.refuses), field or NAMES.get(wire.route, "thinking")
-        assert name in error["message"]
-        assert wire is MESSAGES or error["param"].startswith(name)  # whose errors name no field
-
-
-def test_tokens_are_counted_as_they_would_be_read(client: TestClient, kind: str) -> None:
-    body = {"model": "tiny", "messages": USER}
-    count = client.post(COUNT_ROUTE, json=body).json()["input_tokens"]
-    assert count == len("user: Hi\n>") + (kind == "switched off")
     answer = client.post(COUNT_ROUTE, json=body | {"thinking": {"type": "disabled"}})
     assert answer.status_code == (400 if kind == "switch" else 200), answer.text
+
+
+NAMES = {CHAT.route: "reasoning_effort", RESPONSES.route: "reasoning.effort"}
+# The fields that each protocol takes arguments by, one for all or one for each; the field that a
+# refusal names, if it is not the protocol's own; the templates that such a request is taken by.
+ASKED = cells(
+    """
+    {"chat_template_kwargs": {"enable_thinking": false}} | chat_template_kwargs \
+        | switched off, no switch
+    {"chat_template_kwargs": {"enable_thinking": true}} | chat_template_kwargs | switch, no switch
+    {"reasoning_effort": "none"} | {"reasoning": {"effort": "none"}} \
+        | {"thinking": {"type": "disabled"}} | - | no switch
+    {"reasoning_effort": "high"} | {"reasoning": {"effort": "high"}} | {} | - | no switch
+    {"chat_template_kwargs": {"other": 1}} | - | switch, switched off, no switch
+    {"chat_template_kwargs": null} | - | switch, switched off, no switch
+    {"chat_template_kwargs": {"tools": "x"}} | chat_template_kwargs | -
+    {"chat_template_kwargs": {"x": [1]}} | chat_template_kwargs | -
+    """
+)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda row: row[0])
+def test_what_would_render_a_chat_otherwise_is_refused_by_name(
+    client: TestClient, kind: str, asked: list[str]
+) -> None:
+    *bodies, field, taken_by = asked
+    bodies = bodies * 3 if len(bodies) == 1 else bodies
+    for wire, fields in zip(WIRES, map(json.loads, bodies), strict=True):
+        answer = ask(client, wire, **fields)
+        disabled = "thinking" in fields and kind == "switched off"
+        if kind in taken_by.split(", ") or not fields or disabled:
+            assert answer.status_code == 200, (wire, answer.text)
+            continue
+        name = NAMES.get(wire.route, "thinking") if field == "-" else field
+        error = check_error(answer, wire.refuses)
+        assert name in error["message"]
+        assert wire is MESSAGES or error["param"].startswith(name)  # whose errors name no field
 
 
 def test_a_bundle_of_other_arguments_is_refused(tmp_path: Path) -> None:

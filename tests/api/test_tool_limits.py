@@ -4,101 +4,82 @@ together."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from service.access.routes import COUNT_ROUTE
 from service.api import tools_schema
 from service.api.messages_schema import MessagesRequest
 from service.api.openai_schema import ChatRequest
 from service.api.responses_schema import ResponsesRequest
 from service.json_limits import MOST_CHARACTERS, MOST_CONTAINERS, MOST_VALUES
 from service.tool_calls import MOST_CHARACTERS as MOST_OF_CALL
+from tests.kit.api import CHAT, MESSAGES, QUESTION, RESPONSES, Wire, refusal_of
 from tests.running import App, app_of_module
 
-CHAT = "/v1/chat/completions"
-RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"
-COUNT = "/v1/messages/count_tokens"
-ROUTES = (CHAT, RESPONSES, MESSAGES, COUNT)
+COUNT = replace(MESSAGES, route=COUNT_ROUTE)
+EACH = pytest.mark.parametrize("wire", [CHAT, RESPONSES, MESSAGES, COUNT])
+OF_OPENAI = pytest.mark.parametrize("wire", [CHAT, RESPONSES])
+MODELS: dict[Wire, Any] = {CHAT: ChatRequest, RESPONSES: ResponsesRequest}
 
 
 app = app_of_module()
 
 
-def asked(route: str, **more: Any) -> dict[str, Any]:
-    turns = (
-        {"input": "a"} if route == RESPONSES else {"messages": [{"role": "user", "content": "a"}]}
-    )
-    return {"model": "scripted"} | turns | ({"max_tokens": 1} if route == MESSAGES else {}) | more
+def asked(wire: Wire, **more: Any) -> dict[str, Any]:
+    body = {"model": "scripted", wire.messages: QUESTION}
+    return body | ({"max_tokens": 1} if wire is MESSAGES else {}) | more
 
 
-def refusal(app: App, route: str, body: dict[str, Any]) -> str:
-    answer = app.ask(route, status=422 if route == CHAT else 400, **body)
-    message: str = answer["error"]["message"]
-    return message
+def tool(wire: Wire, name: str, schema: dict[str, Any], description: str = "d") -> dict[str, Any]:
+    named = {"name": name, "description": description}
+    if wire in (MESSAGES, COUNT):
+        return named | {"input_schema": schema}
+    function = named | {"parameters": schema}
+    return {"type": "function"} | ({"function": function} if wire is CHAT else function)
 
 
-def tool(route: str, name: str, schema: dict[str, Any], description: str = "d") -> dict[str, Any]:
-    if route in (MESSAGES, COUNT):
-        return {"name": name, "description": description, "input_schema": schema}
-    function = {"name": name, "description": description, "parameters": schema}
-    return {"type": "function"} | ({"function": function} if route == CHAT else function)
-
-
-FIELD = {
-    CHAT: "tools.0.function.parameters",
-    RESPONSES: "tools.0.parameters",
-    MESSAGES: "tools.0.input_schema",
-    COUNT: "tools.0.input_schema",
-}
+FIELD = {CHAT: "tools.0.function.parameters", RESPONSES: "tools.0.parameters"}
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "none"])
-@pytest.mark.parametrize("route", ROUTES)
-def test_tools_are_bounded_one_by_one_and_together(app: App, route: str, told: bool) -> None:
-    choice: Any = {"type": "none"} if route in (MESSAGES, COUNT) else "none"
-    more = {} if told else {"tool_choice": choice}
-    for schema, said in (
-        ({"enum": [1] * MOST_VALUES}, f"at most {MOST_VALUES} values"),
-        ({"type": "array"}, "of type object"),
+@EACH
+def test_tools_are_bounded_one_by_one_and_together(app: App, wire: Wire, told: bool) -> None:
+    more = {} if told else {"tool_choice": wire.no_tools}
+    field = FIELD.get(wire, "tools.0.input_schema")
+    each, some = "d" * (MOST_CHARACTERS // 100), {"enum": [1] * (MOST_VALUES // 100)}
+    for tools, beginning, words in (
+        ([({"enum": [1] * MOST_VALUES}, "d")], field, f"at most {MOST_VALUES} values"),
+        ([({"type": "array"}, "d")], field, "of type object"),
+        ([({}, each)] * 101, "'tools'", f"at most {MOST_CHARACTERS} characters are taken, in all"),
+        ([(some, "d")] * 101, "'tools'", f"at most {MOST_VALUES} values"),
     ):
-        message = refusal(app, route, asked(route, tools=[tool(route, "f", schema)], **more))
-        assert message.startswith(f"{FIELD[route]}: "), message
-        assert said in message
-    each = MOST_CHARACTERS // 100
-    many = [tool(route, f"f{n}", {}, "d" * each) for n in range(101)]
-    together = refusal(app, route, asked(route, tools=many, **more))
-    assert (
-        together
-        == f"'tools': at most {MOST_CHARACTERS} characters are taken, in all tools together"
-    )
-    enums = [tool(route, f"f{n}", {"enum": [1] * (MOST_VALUES // 100)}) for n in range(101)]
-    assert f"at most {MOST_VALUES} values" in refusal(app, route, asked(route, tools=enums, **more))
+        offered = [tool(wire, f"f{n}", *fields) for n, fields in enumerate(tools)]
+        message = refusal_of(app, wire, asked(wire, tools=offered, **more))
+        assert (message.partition(":")[0], words in message) == (beginning, True), message
 
 
-def call(route: str, number: int, arguments: str) -> dict[str, Any]:
-    function = {"name": "f", "arguments": arguments}
-    if route == RESPONSES:
-        return {"type": "function_call", "call_id": f"c{number}"} | function
-    return {"id": f"c{number}", "type": "function", "function": function}
-
-
-def with_calls(route: str, *arguments: str) -> dict[str, Any]:
-    calls = [call(route, number, one) for number, one in enumerate(arguments)]
-    if route == RESPONSES:
-        return {"model": "scripted", "input": calls}
-    return {"model": "scripted", "messages": [{"role": "assistant", "tool_calls": calls}]}
+def with_calls(wire: Wire, *arguments: str) -> dict[str, Any]:
+    turns: list[dict[str, Any]] = []
+    for number, text in enumerate(arguments):
+        function, name = {"name": "f", "arguments": text}, f"c{number}"
+        if wire is RESPONSES:
+            turns.append({"type": "function_call", "call_id": name} | function)
+        else:
+            call = {"id": name, "type": "function", "function": function}
+            turns.append({"role": "assistant", "tool_calls": [call]})
+    return {"model": "scripted", wire.messages: turns}
 
 
 LISTS = '{"a":[' + ",".join(["[]"] * 1000) + "]}"
 
 
-@pytest.mark.parametrize("route", [CHAT, RESPONSES])
+@OF_OPENAI
 def test_earlier_arguments_are_counted_before_any_is_parsed(
-    app: App, monkeypatch: pytest.MonkeyPatch, route: str
+    app: App, monkeypatch: pytest.MonkeyPatch, wire: Wire
 ) -> None:
-    field = "input" if route == RESPONSES else "messages"
     parsed = list[int]()
     loads = json.loads
     monkeypatch.setattr(
@@ -111,21 +92,21 @@ def test_earlier_arguments_are_counted_before_any_is_parsed(
         (['{"a":[' + "1," * 9_000 + "1]}"] * 4, f"more than {MOST_VALUES} values together"),
     ):
         parsed.clear()
-        message = refusal(app, route, with_calls(route, *arguments))
-        assert message.startswith(f"{field}: the arguments of earlier calls have "), message
+        message = refusal_of(app, wire, with_calls(wire, *arguments))
+        assert message.startswith(f"{wire.messages}: the arguments of earlier calls have "), message
         assert said in message
         assert not set(map(len, arguments)) & set(parsed)
 
 
-@pytest.mark.parametrize("route", [CHAT, RESPONSES])
-def test_what_fits_is_taken_and_what_is_wrong_is_told(route: str) -> None:
-    model = ResponsesRequest if route == RESPONSES else ChatRequest
-    model.model_validate(with_calls(route, *[LISTS] * 8))
+@OF_OPENAI
+def test_what_fits_is_taken_and_what_is_wrong_is_told(wire: Wire) -> None:
+    model = MODELS[wire]
+    model.model_validate(with_calls(wire, *[LISTS] * 8))
     texts = json.dumps({"code": "[{" * 20_000})
-    model.model_validate(with_calls(route, *[texts] * 8))
+    model.model_validate(with_calls(wire, *[texts] * 8))
     for arguments in ('{"a":"\\ud800"}', '{"\\ud800":1}'):
         with pytest.raises(ValueError, match="lone surrogate U\\+D800"):
-            model.model_validate(with_calls(route, arguments))
+            model.model_validate(with_calls(wire, arguments))
     odd: list[Any] = [
         None,
         1,
@@ -137,34 +118,28 @@ def test_what_fits_is_taken_and_what_is_wrong_is_told(route: str) -> None:
     ]
     for turns in (None, 1, odd):
         with pytest.raises(ValueError):
-            model.model_validate(
-                {"model": "a", "input" if route == RESPONSES else "messages": turns}
-            )
+            model.model_validate({"model": "a", wire.messages: turns})
 
 
-def block(number: int, values: Any) -> dict[str, Any]:
-    return {"type": "tool_use", "id": f"c{number}", "name": "f", "input": {"a": values}}
-
-
-@pytest.mark.parametrize("route", [MESSAGES, COUNT])
-def test_the_input_of_earlier_calls_is_bounded(app: App, route: str) -> None:
-    def said(*values: Any) -> str:
-        blocks = [block(number, one) for number, one in enumerate(values)]
-        return refusal(
-            app, route, asked(route, messages=[{"role": "assistant", "content": blocks}])
+@pytest.mark.parametrize("wire", [MESSAGES, COUNT])
+def test_the_input_of_earlier_calls_is_bounded(app: App, wire: Wire) -> None:
+    def message_of(*values: Any) -> str:
+        call = {"type": "tool_use", "name": "f"}
+        blocks = [call | {"id": f"c{n}", "input": {"a": value}} for n, value in enumerate(values)]
+        return refusal_of(
+            app, wire, asked(wire, messages=[{"role": "assistant", "content": blocks}])
         )
 
-    assert said([1] * MOST_VALUES).startswith(
-        f"messages.0.content.0.input: at most {MOST_VALUES} values"
-    )
+    in_block = f"messages.0.content.0.input: at most {MOST_VALUES} values"
+    assert message_of([1] * MOST_VALUES).startswith(in_block)
     each = [1] * (MOST_VALUES // 8)
-    assert said(*[each] * 9).startswith(f"'messages': at most {MOST_VALUES} values")
-    assert said(*["a" * MOST_OF_CALL] * 9).endswith("in all blocks' 'input' together")
+    assert message_of(*[each] * 9).startswith(f"'messages': at most {MOST_VALUES} values")
+    assert message_of(*["a" * MOST_OF_CALL] * 9).endswith("in all blocks' 'input' together")
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("wire", [CHAT, RESPONSES, MESSAGES])
 def test_tools_are_measured_once_for_all_that_ask(
-    monkeypatch: pytest.MonkeyPatch, route: str
+    monkeypatch: pytest.MonkeyPatch, wire: Wire
 ) -> None:
     """Each by itself, and all together; whoever renders, counts or repeats them does it with what
     was made then."""
@@ -175,23 +150,13 @@ def test_tools_are_measured_once_for_all_that_ask(
         "size_within",
         lambda value, **o: measured.append(type(value)) or measure(value, **o),
     )
-    models = {CHAT: ChatRequest, RESPONSES: ResponsesRequest}
-    body: Any = models.get(route, MessagesRequest).model_validate(
-        asked(
-            MESSAGES if route == COUNT else route,
-            tools=[tool(route, "f", {"type": "object", "default": None})],
-        )
-    )
+    schema = {"type": "object", "default": None}
+    tools = [tool(wire, "f", schema)]
+    body = MODELS.get(wire, MessagesRequest).model_validate(asked(wire, tools=tools))
     assert measured == [dict, tuple]
     assert body.offered is body.offered
     (definition,) = body.offered.definitions
-    assert definition == {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "description": "d",
-            "parameters": {"type": "object", "default": None},
-        },
-    }
+    function = {"name": "f", "description": "d", "parameters": schema}
+    assert definition == {"type": "function", "function": function}
     assert 0 < body.offered.characters < 2 * len(json.dumps(definition))
     assert measured == [dict, tuple]

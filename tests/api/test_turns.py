@@ -25,12 +25,14 @@ from tests.engine_kinds import KINDS
 from tests.engines.tool_template import ADD, CALL, SECRET
 from tests.kit.api import (
     WIRES,
+    WITH_TOOLS,
     Plain,
     Wire,
-    note_of,
+    documents_of,
     reads_answers,
     send_to,
     stream_events,
+    values_of,
 )
 from tests.running import App
 
@@ -131,7 +133,6 @@ TURNS = {
     "calls are withheld": Turn(CALL, policy="strict", threshold=0.0, tools="offered"),
 }
 ENDS = ("answered", "withheld", "stopped", "called")  # played on each kind of engine
-WITH_TOOLS = {name: wire for name, wire in WIRES.items() if wire.tools}
 CASES = [
     (name, wire)
     for name, turn in TURNS.items()
@@ -257,20 +258,6 @@ def test_the_file_has_no_further_turn(recorded: Any) -> None:
     assert [(name, wire) for name, wires in recorded.items() for wire in wires] == CASES
 
 
-@pytest.mark.parametrize("name", [name for name, wire in CASES if wire == "score"])
-def test_the_note_is_what_the_first_protocol_answers(recorded: Any, name: str) -> None:
-    """Bundle, policy and risks are the same on each wire; only a completion has another prompt."""
-    score = recorded[name]["score"]["whole"]
-    [row] = score["data"]
-    row = {field: value for field, value in row.items() if field != "completion"}
-    for wire in recorded[name].keys() - {"score", "text"}:
-        note = note_of(recorded[name][wire]["whole"])
-        assert note["data"] == [row]
-        assert {field: score.get(field) for field in ("bundle", "policy", "guarantee")} == {
-            field: note.get(field) for field in ("bundle", "policy", "guarantee")
-        }
-
-
 # --- no token leaves ---
 
 HOSTILE = {
@@ -308,29 +295,9 @@ def test_of_what_is_no_call_no_token_leaves(apps: dict[str, App], wire: str) -> 
 
 def answers_of(text: str) -> list[Any]:
     """Every text and every end of a response or a stream."""
-    documents = stream_events(text) if text.startswith(("data:", "event:")) else [json.loads(text)]
-    names = (
-        "text",
-        "content",
-        "refusal",
-        "delta",
-        "arguments",
-        "finish_reason",
-        "stop_reason",
-        "status",
-    )
-
-    def values(document: Any, name: str = "") -> Iterator[Any]:
-        if isinstance(document, dict):
-            for key, item in document.items():
-                yield from values(item, key)
-        elif isinstance(document, list):
-            for item in document:
-                yield from values(item, name)
-        elif name in names:
-            yield document
-
-    return [value for document in documents for value in values(document)]
+    names = ("text", "content", "refusal", "delta", "arguments")
+    names += ("finish_reason", "stop_reason", "status")
+    return [value for document in documents_of(text) for value in values_of(document, names)]
 
 
 def write_file() -> None:

@@ -22,6 +22,7 @@ from service.policies.guard import Action, Policy
 from service.policies.policy import built_in
 from service.scoring import Scorer
 from service.serving.catalogue import untemplated
+from tests.kit.api import TEXT, note_of, request_of
 from tests.running import in_process
 
 UNKNOWN = "What is the capital of the Solomon Islands?"
@@ -43,19 +44,16 @@ def client(scorer: Scorer) -> Iterator[TestClient]:
 
 def scored(client: TestClient, policy: str, **body: Any) -> list[dict[str, Any]]:
     """What /score says of prompts; with ``text`` what /v1/completions says of them."""
+    route, asked = "/score", {"policy": policy, "generate": {"max_tokens": 4}} | body
     if "text" in body:
-        (model,) = client.get("/v1/models").json()["data"]
-        body = {"model": model["id"], "prompt": body["text"], "max_tokens": 4}
-        answer = client.post(
-            "/v1/completions", json=body | {"vllm_xargs": {"hallutracer_policy": policy}}
+        chosen = {"policy": policy}
+        route, asked = (
+            TEXT.route,
+            request_of(TEXT, chosen=chosen, model="demo", prompt=body["text"]),
         )
-    else:
-        answer = client.post(
-            "/score", json={"policy": policy, "generate": {"max_tokens": 4}} | body
-        )
+    answer = client.post(route, json=asked)
     assert answer.status_code == 200, answer.text
-    document = answer.json()
-    return list(document.get("hallutracer", document)["data"])
+    return list(note_of(answer.json())["data"])
 
 
 def withheld(rows: list[dict[str, Any]]) -> list[bool]:
@@ -67,18 +65,14 @@ def test_no_prompt_that_is_withheld_comes_free_outside_training(
     client: TestClient, scorer: Scorer, form: str
 ) -> None:
     texts = [row["prompt"] for row in questions("test")[:60]]
-    stopped = [
-        text
-        for text, row in zip(texts, scored(client, "gate", prompt=texts), strict=True)
-        if row["flagged"]
-    ]
+    rows = scored(client, "gate", prompt=texts)
+    stopped = [text for text, row in zip(texts, rows, strict=True) if row["flagged"]]
     prompts = [form.format(text, render(text)) for text in stopped]
     tokens = [scorer.engine.tokenize(prompt) for prompt in prompts]
     for body in ({"text": prompts}, {"input_ids": tokens}):
         rows = scored(client, "gate", **body)
-        assert (
-            sum(row["outside_training"] and not row["flagged"] for row in rows) > len(stopped) / 4
-        )
+        passing = [row for row in rows if row["outside_training"] and not row["flagged"]]
+        assert len(passing) > len(stopped) / 4
         assert withheld(rows) == [row["flagged"] or row["outside_training"] for row in rows]
         assert not any("completion" in row for row in rows if row["decision"] == "abstain")
         freed = scored(client, "open", **body)
@@ -96,21 +90,14 @@ def test_a_question_goes_through_the_template_and_is_judged_by_its_risk(client: 
         assert withheld(rows) == [row["flagged"] for row in rows]
 
 
-@pytest.mark.parametrize("route", ["/score", "/v1/chat/completions"])
-def test_a_chat_that_ends_with_an_answer_is_no_question(
-    client: TestClient, scorer: Scorer, route: str
-) -> None:
-    results = []
-    more = {} if route == "/score" else {"model": scorer.engine.identity.model, "max_tokens": 1}
+def test_a_chat_that_ends_with_an_answer_is_no_question(client: TestClient) -> None:
+    begun = {"role": "assistant", "content": "The capital is"}
+    rows = []
     for row in questions("test")[:30]:
-        messages = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": "The capital is"},
-        ]
-        answer = client.post(route, json={"messages": messages} | more).json()
-        results += answer.get("hallutracer", answer)["data"]
-    assert any(row["outside_training"] and not row["flagged"] for row in results)
-    assert withheld(results) == [row["flagged"] or row["outside_training"] for row in results]
+        messages = [{"role": "user", "content": row["prompt"]}, begun]
+        rows += scored(client, "gate", messages=messages)
+    assert any(row["outside_training"] and not row["flagged"] for row in rows)
+    assert withheld(rows) == [row["flagged"] or row["outside_training"] for row in rows]
 
 
 def test_probes_that_learnt_from_texts_know_texts(

@@ -20,9 +20,8 @@ from probes_store.bundle import Bundle
 from service.errors import EngineError
 from service.policies.guard import Action, Policy
 from tests.api.test_reply import known
-from tests.api.test_score import events
 from tests.browser.chromium import Tab, faults, sideways, tab
-from tests.kit.api import two_parts
+from tests.kit.api import stream_events, two_parts
 from tests.kit.bundles import write_bundle
 from tests.matching import contextual_bundle, matching_draft
 from tests.running import Running, running, until
@@ -277,7 +276,7 @@ def test_each_token_is_shaded_by_its_own_risk(
             "include": ["answer_risk"],
             "generate": {"max_tokens": 40},
         }
-        _, *chunks = events(service.post(**body).text)
+        _, *chunks, _ = stream_events(service.post(**body).text)
         sums = [
             0.0,
             *(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from service.annexes.guardrails import (
     LITELLM_ROUTE,
     MESSAGES_DETECTOR,
 )
+from service.policies.guard import Action, Policy, Upstream
 from tests.kit.bundles import ANSWER, write_bundle
 from tests.matching import answers_read, matching_draft, with_answer
 from tests.running import App
@@ -36,7 +37,7 @@ SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
 FIND = {"name": "find", "description": "Looks it up."}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Wire:
     """How a protocol spells a request."""
 
@@ -80,7 +81,17 @@ MESSAGES = Wire(
     one_call={"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
     refuses=400,
 )
+CHATS = {"chat": CHAT, "responses": RESPONSES, "messages": MESSAGES}
 WIRES = {"score": SCORE, "chat": CHAT, "text": TEXT, "responses": RESPONSES, "messages": MESSAGES}
+WITH_TOOLS = {name: wire for name, wire in WIRES.items() if wire.tools}
+EVERYTHING, NOTHING = {"threshold": 0.0}, {"threshold": 1.0}  # what is withheld
+REFUSAL = "I am not sure."
+POLICIES = {
+    "gate": Policy("gate", Action.ABSTAIN, message=REFUSAL),
+    "warn": Policy("warn", Action.ANNOTATE, 0.0, "Take care (risk {risk})."),
+    "fetch": Policy("fetch", Action.RETRIEVE, 0.0, "Fetch a passage."),
+    "send": Policy("send", Action.FALLBACK, 1.0, upstream=Upstream("http://127.0.0.1:9/v1", "x")),
+}
 
 
 def request_of(
@@ -121,9 +132,15 @@ def bodies_by_route(text: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def send_to(app: App, wire: Wire, status: int = 200, **options: Any) -> httpx.Response:
+def send_to(
+    app: App,
+    wire: Wire,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+    **options: Any,
+) -> httpx.Response:
     """Ask by ``request_of``'s options."""
-    response = app.client.post(wire.route, json=request_of(wire, **options))
+    response = app.client.post(wire.route, json=request_of(wire, **options), headers=headers)
     assert response.status_code == status, response.text
     return response
 
@@ -142,9 +159,10 @@ def check_error(response: httpx.Response, status: int, **fields: str) -> dict[st
     return error
 
 
-def refusal_of(app: App, route: str, body: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """The error with which a body is refused."""
-    return check_error(app.client.post(route, json=body), status)
+def refusal_of(app: App, wire: Wire, body: Mapping[str, Any]) -> str:
+    """The words with which a body that is wrong is refused."""
+    error = check_error(app.client.post(wire.route, json=body), wire.refuses)
+    return str(error["message"])
 
 
 def whole(value: Any) -> Any:
@@ -168,9 +186,27 @@ def stream_events(text: str) -> list[Any]:
     for block in filter(None, text.split("\n\n")):
         fields = dict(line.split(": ", 1) for line in block.splitlines())
         assert set(fields) <= {"event", "data"}
-        events.append("[DONE]" if fields["data"] == "[DONE]" else json.loads(fields["data"]))
-        assert "event" not in fields or fields["event"] == events[-1]["type"]
+        done = fields["data"] == "[DONE]"
+        events.append("[DONE]" if done else json.loads(fields["data"]))
+        assert fields.get("event") == (None if done else events[-1].get("type"))
     return events
+
+
+def documents_of(text: str) -> list[Any]:
+    """The documents of a whole response or of a stream."""
+    return stream_events(text) if text.startswith(("data:", "event:")) else [json.loads(text)]
+
+
+def values_of(document: Any, names: Collection[str], name: str = "") -> Iterator[Any]:
+    """What stands under one of these names, at any depth; items of lists one by one."""
+    if isinstance(document, dict):
+        for key, item in document.items():
+            yield from values_of(item, names, key)
+    elif isinstance(document, list):
+        for item in document:
+            yield from values_of(item, names, name)
+    elif name in names:
+        yield document
 
 
 _ID = re.compile(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 import httpx
 from fastapi.testclient import TestClient
 
 Message = MutableMapping[str, Any]
+
+
+async def _at_once(_: Message) -> None:
+    pass
 
 
 class InLoop:
@@ -22,8 +26,16 @@ class InLoop:
         self._app: Any = client.app
         self._state = client.app_state
 
-    def post(self, path: str, *, content: bytes, headers: Mapping[str, str]) -> httpx.Response:
-        """A whole response.  Raises what the app raises before it has begun one."""
+    def post(
+        self,
+        path: str,
+        *,
+        content: bytes,
+        headers: Mapping[str, str],
+        taken: Callable[[Message], Awaitable[None]] = _at_once,
+    ) -> httpx.Response:
+        """A whole response, each of whose messages is ``taken`` first.  Raises what the app raises
+        before it has begun one."""
         all_headers = {"host": "testserver", "content-length": str(len(content)), **headers}
         scope = {
             "type": "http",
@@ -40,10 +52,12 @@ class InLoop:
             "server": ("testserver", 80),
             "state": self._state.copy(),
         }
-        response: httpx.Response = self._portal.call(self._exchange, scope, content)
+        response: httpx.Response = self._portal.call(self._exchange, scope, content, taken)
         return response
 
-    async def _exchange(self, scope: dict[str, Any], content: bytes) -> httpx.Response:
+    async def _exchange(
+        self, scope: dict[str, Any], content: bytes, taken: Callable[[Message], Awaitable[None]]
+    ) -> httpx.Response:
         ended = asyncio.Event()
         requests: list[Message] = [{"type": "http.request", "body": content}]
         start: Message = {}
@@ -56,6 +70,7 @@ class InLoop:
             return requests.pop()
 
         async def send(message: Message) -> None:
+            await taken(message)
             if message["type"] == "http.response.start":
                 start.update(message)
             elif message["type"] == "http.response.body":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 
 def lines(text: str) -> list[str]:
     r"""The lines of a block that are not blank; a line's own ``\n`` stands for the end of one."""
@@ -11,3 +14,8 @@ def lines(text: str) -> list[str]:
 def cells(text: str) -> list[list[str]]:
     """The cells of each line of a block, which stand between `` | ``."""
     return [[cell.strip() for cell in line.split(" | ")] for line in lines(text)]
+
+
+def values(text: str) -> list[list[Any]]:
+    """As ``cells``, of which each is JSON."""
+    return [[json.loads(cell) for cell in row] for row in cells(text)]

@@ -3,6 +3,7 @@ of both."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,11 @@ from service.policies.guard import Action, Policy
 from service.scoring import Scorer
 from service.serving.catalogue import Rollout, RolloutPlan
 from tests.engine_kinds import KINDS
-from tests.kit.api import CHAT, bodies_by_route, note_of, request_of
-from tests.kit.bundles import GUARANTEE, write_bundle
-from tests.matching import matching_bundle, matching_draft, with_answer
+from tests.kit.api import CHAT, bodies_by_route, note_of, reads_answers, request_of
+from tests.kit.bundles import GUARANTEE
+from tests.kit.tables import values
+from tests.matching import matching_bundle
 from tests.running import App
-from tests.scripted_engine import ScriptedEngine
 
 PROMPTS = [f"question {number}" for number in range(40)]
 FIXED = b"a secret, so that each run of the tests draws alike"
@@ -97,19 +98,6 @@ def test_the_canary_has_its_share_and_a_key_stays(app: App) -> None:
     assert (set(drawn(canary, 0.0, 500)), set(drawn(canary, 1.0, 500))) == ({False}, {True})
 
 
-@pytest.mark.parametrize("app", KINDS, indirect=True)
-def test_each_request_is_judged_by_one_bundle_and_its_risk_is_that_bundle_s(app: App) -> None:
-    risks = {bundle.manifest.name: alone(app, bundle, PROMPTS) for bundle in app.bundles}
-    seen = set()
-    for prompt in PROMPTS:
-        answer = app.ask(prompt=prompt)
-        name = answer["bundle"]["name"]
-        seen.add(name)
-        assert answer["data"][0]["risk"] == pytest.approx(risks[name][prompt], abs=1e-6)
-        assert app.ask(prompt=prompt)["bundle"] == answer["bundle"]
-    assert seen == {"one", "two"}
-
-
 def by_session(app: App, number: int) -> set[str]:
     """The bundles that judge one session, on every route."""
     headers = {"x-session-id": f"s{number}"}
@@ -153,34 +141,35 @@ def test_a_named_bundle_is_not_rerouted_and_still_the_operators_to_allow(tmp_pat
         assert judge(app, prompt="a", bundle="one") == "one"
         refused = app.ask(status=403, prompt="a", bundle="two")
         assert refused["error"]["param"] == "bundle"
-        for threshold, status in ((0.6, 403), (0.4, 200)):
-            app.ask(status=status, prompt="a", threshold=threshold)
 
 
 @pytest.mark.parametrize("app", KINDS, indirect=True)
-def test_a_shadow_reads_the_same_forward_and_decides_nothing(app: App) -> None:
+def test_each_request_is_judged_by_one_bundle_and_a_shadow_reads_the_same_forward(
+    app: App,
+) -> None:
+    """The risk is that bundle's; the shadow decides nothing."""
     counters, threshold = app.engine.counters, app.bundles[2].manifest.threshold
-    flagged = {}
-    for bundle in app.bundles:
-        for prompt, risk in alone(app, bundle, PROMPTS).items():
-            flagged[bundle.manifest.name, prompt] = risk >= threshold
-    before, expected = counters.prefills, {"stricter": 0, "looser": 0}
+    risks = {bundle.manifest.name: alone(app, bundle, PROMPTS) for bundle in app.bundles}
+    before, seen = counters.prefills, Counter[str]()
     for prompt in PROMPTS:
         answer = app.ask(prompt=prompt, generate={"max_tokens": 2})
-        row = answer["data"][0]
-        assert row["flagged"] == flagged[answer["bundle"]["name"], prompt]
+        row, name = answer["data"][0], answer["bundle"]["name"]
+        assert row["risk"] == pytest.approx(risks[name][prompt], abs=1e-6)
+        assert row["flagged"] == (risks[name][prompt] >= threshold)
         assert "three" not in str(answer)
-        if flagged["three", prompt] != row["flagged"]:
-            expected["stricter" if flagged["three", prompt] else "looser"] += 1
+        seen[name] += 1
+        if (stricter := risks["three"][prompt] >= threshold) != row["flagged"]:
+            seen["stricter" if stricter else "looser"] += 1
+    assert min(seen[name] for name in ("one", "two", "stricter", "looser")) > 0
     assert counters.prefills - before == len(PROMPTS)
     compared = card(app, "three")["compared"]
-    assert compared["prompts"] == len(PROMPTS)
-    assert {kind: compared[kind] for kind in expected} == expected
-    assert min(expected.values()) > 0
-    assert compared["disagreement"] == pytest.approx(sum(expected.values()) / len(PROMPTS))
+    assert compared["prompts"] == seen["one"] + seen["two"] == len(PROMPTS)
+    assert [compared[kind] - seen[kind] for kind in ("stricter", "looser")] == [0, 0]
+    disagreement = (seen["stricter"] + seen["looser"]) / len(PROMPTS)
+    assert compared["disagreement"] == pytest.approx(disagreement)
     assert 0 < compared["mean_difference"] < 1
     assert app.series("shadow_prompts_total") == len(PROMPTS)
-    assert app.series("shadow_prompts_total", verdict="looser") == expected["looser"]
+    assert app.series("shadow_prompts_total", verdict="looser") == seen["looser"]
 
 
 def test_a_shadow_that_a_request_names_is_not_compared_with_itself(tmp_path: Path) -> None:
@@ -217,39 +206,33 @@ def test_a_shadow_that_gives_no_number_costs_no_request(
     assert compared.items() >= expected.items()
 
 
-@pytest.mark.parametrize(
-    ("name", "role", "share"),
-    [("one", "default", 0.7), ("two", "canary", 0.3), ("three", "shadow", None)],
-)
-def test_what_each_bundle_does_is_told(app: App, name: str, role: str, share: float | None) -> None:
-    told = card(app, name)
-    assert (told["role"], told.get("share")) == (role, share)
-    assert told["golden"]["risk"] <= told["golden"]["risk_tolerance"]
-    assert app.series("bundle_role_info", bundle=f"{name}:1", role=role) == 1
-    assert app.series("bundle_role_info", bundle=f"{name}:1") == 1
+def test_what_each_bundle_does_is_told(app: App) -> None:
+    roles = [("one", "default", 0.7), ("two", "canary", 0.3), ("three", "shadow", None)]
+    for name, role, share in roles:
+        told = card(app, name)
+        assert (told["role"], told.get("share")) == (role, share)
+        assert told["golden"]["risk"] <= told["golden"]["risk_tolerance"]
+        assert app.series("bundle_role_info", bundle=f"{name}:1", role=role) == 1
+        assert app.series("bundle_role_info", bundle=f"{name}:1") == 1
 
 
 @pytest.mark.parametrize(
     ("plan", "reference", "reason"),
-    [
-        (RolloutPlan("one:1"), "one:1", "judges already"),
-        (RolloutPlan(shadows=("one:1",)), "one:1", "judges already"),
-        (
-            RolloutPlan(shadows=("two:1",)),
-            "two:1",
-            "trained on text prompts and one:1 on chat ones",
-        ),
-    ],
+    values(
+        """
+        {"canary": "one:1"} | "one:1" | "judges already"
+        {"shadows": ["one:1"]} | "one:1" | "judges already"
+        {"shadows": ["two:1"]} | "two:1" | "trained on text prompts and one:1 on chat ones"
+        """
+    ),
 )
 def test_what_cannot_be_used_is_left_out_and_told(
-    tmp_path: Path, plan: RolloutPlan, reference: str, reason: str
+    tmp_path: Path, plan: dict[str, Any], reference: str, reason: str
 ) -> None:
     two = [lambda engine, folder: matching_bundle(engine, folder, "two", 1, prompt_format="text")]
-    with app_with(tmp_path, plan, names=("one",), add=two).started() as app:
-        assert (app.state.catalogue.rollout.shadows, app.state.catalogue.rollout.canary) == (
-            (),
-            None,
-        )
+    with app_with(tmp_path, RolloutPlan(**plan), names=("one",), add=two).started() as app:
+        rollout = app.state.catalogue.rollout
+        assert (rollout.shadows, rollout.canary) == ((), None)
         (left_out,) = app.client.get("/v1/bundles").json()["status"]["left_out"]
         assert left_out["reference"] == reference
         assert reason in left_out["reason"]
@@ -259,12 +242,11 @@ def test_what_cannot_be_used_is_left_out_and_told(
 # --- a caller who draws again until its session is the canary's ---
 
 
-def withheld_alone(
-    app: App, name: str, prompts: Sequence[str], threshold: float | None = None
-) -> list[str]:
-    (bundle,) = (one for one in app.bundles if one.manifest.name == name)
-    least = bundle.manifest.threshold if threshold is None else threshold
-    return [prompt for prompt, risk in alone(app, bundle, prompts).items() if risk >= least]
+def withheld_alone(app: App, name: str, prompts: Sequence[str]) -> list[str]:
+    """The prompts that this bundle alone would withhold."""
+    [bundle] = [bundle for bundle in app.bundles if bundle.manifest.name == name]
+    threshold = bundle.manifest.threshold
+    return [prompt for prompt, risk in alone(app, bundle, prompts).items() if risk >= threshold]
 
 
 MANY = [f"question {number}" for number in range(200)]
@@ -314,32 +296,21 @@ def test_no_session_gets_past_the_default_bundle(tmp_path: Path, policy: Policy,
         assert overruled[1] >= len(canary_passes)
 
 
-def test_what_neither_withholds_is_answered_and_what_the_canary_alone_withholds_is_not(
-    tmp_path: Path,
+@pytest.mark.parametrize("policy", ["gate", "warn", "observe"])
+def test_the_stricter_verdict_counts_and_where_nothing_is_withheld_the_canary_s_alone(
+    tmp_path: Path, policy: str
 ) -> None:
-    with app_with(tmp_path, ALWAYS).started() as app:
+    warns = {"warn": Policy("warn", Action.ANNOTATE, message="Careful ({risk}).")}
+    with app_with(tmp_path, ALWAYS, policy=policy, policies=warns).started() as app:
         by_default, by_canary = (set(withheld_alone(app, name, MANY)) for name in BOTH)
         assert by_canary - by_default
         assert set(MANY) - by_default - by_canary
         for prompt in MANY:
             row = app.ask(prompt=prompt, generate={"max_tokens": 2})["data"][0]
-            assert (row["decision"] == "continue") == (prompt not in by_default | by_canary)
-
-
-def test_under_a_policy_that_observes_the_canary_judges_alone(tmp_path: Path) -> None:
-    with app_with(tmp_path, ALWAYS, policy="observe").started() as app:
-        for prompt in MANY[:10]:
-            row = app.ask(prompt=prompt, generate={"max_tokens": 2})["data"][0]
-            assert row["decision"] == "continue"
-            assert "decided_by" not in row
-
-
-def test_a_warning_of_the_default_bundle_is_given_beside_a_canary_too(tmp_path: Path) -> None:
-    warns = {"warn": Policy("warn", Action.ANNOTATE, message="Careful ({risk}).")}
-    with app_with(tmp_path, ALWAYS, policy="warn", policies=warns).started() as app:
-        warned = {prompt for name in BOTH for prompt in withheld_alone(app, name, MANY)}
-        for prompt in MANY:
-            assert ("message" in app.ask(prompt=prompt)["data"][0]) == (prompt in warned)
+            either = prompt in by_default | by_canary
+            assert (row["decision"] != "continue") is (either and policy == "gate")
+            assert ("message" in row) is (either and policy != "observe")
+            assert policy != "observe" or "decided_by" not in row
 
 
 @pytest.mark.parametrize("canary", [0.9, 0.3])
@@ -366,15 +337,7 @@ def test_a_policy_that_reads_answers_has_the_default_bundle_alone(tmp_path: Path
     """An engine reads an answer with one bundle's probes: the canary's alone could let it go on."""
     held = {"again": Policy("again", Action.ABSTAIN, recheck=True)}
 
-    def reads(name: str, seed: int) -> Callable[[ScriptedEngine, Path], Bundle]:
-        def made(engine: ScriptedEngine, folder: Path) -> Bundle:
-            return write_bundle(
-                with_answer(matching_draft(engine, name, seed), engine), folder / name
-            )
-
-        return made
-
-    bundles = [reads("one", 0), reads("two", 1)]
+    bundles = [reads_answers(name) for name in BOTH]
     with app_with(tmp_path, ALWAYS, names=(), add=bundles, policies=held).started() as app:
         assert judge(app, prompt="a") == "two"
         assert judge(app, prompt="a", policy="again") == "one"

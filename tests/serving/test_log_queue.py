@@ -21,6 +21,7 @@ from service.serving.log_queue import LineQueue, QueuedLog, descriptor_of
 from service.serving.metrics import Metrics
 from tests.running import until
 
+MISSING = "{} missing".format
 SMALL = 4096  # bytes, the least that a pipe can hold
 SENT = 5000  # lines: several times what pipe, queue and the writing thread hold together
 
@@ -57,27 +58,11 @@ def pipe() -> Iterator[Pipe]:
             os.close(descriptor)
 
 
-def missing(lost: int) -> str:
-    return f"{lost} missing"
-
-
-def test_all_lines_are_written_in_order_by_the_end(pipe: Pipe) -> None:
-    lines = LineQueue(pipe.writer, count=pipe.count)
-    reader, read = pipe.reading()
-    for n in range(2000):
-        lines.send(f"line {n}")
-    lines.close()
-    os.close(pipe.writer)
-    reader.join(20)
-    assert read == [f"line {n}" for n in range(2000)]
-    assert pipe.counts == {"written": 2000}
-
-
 def test_a_reader_that_stops_is_not_waited_for_and_hears_later_how_much_it_missed(
     pipe: Pipe,
 ) -> None:
     lines = LineQueue(
-        pipe.writer, count=pipe.count, missing=missing, most_bytes=2 * SMALL, closing_s=20
+        pipe.writer, count=pipe.count, missing=MISSING, most_bytes=2 * SMALL, closing_s=20
     )
     for n in range(SENT):
         lines.send(f"line {n:04}")  # on this thread, which would hang here
@@ -102,7 +87,7 @@ def test_a_reader_that_stops_is_not_waited_for_and_hears_later_how_much_it_misse
 
 
 def test_the_end_waits_for_no_reader_and_neither_does_what_comes_after_it(pipe: Pipe) -> None:
-    lines = LineQueue(pipe.writer, count=pipe.count, missing=missing, closing_s=0.01)
+    lines = LineQueue(pipe.writer, count=pipe.count, missing=MISSING, closing_s=0.01)
     for n in range(1000):
         lines.send(f"line {n}")
     lines.close()
@@ -114,38 +99,27 @@ def test_the_end_waits_for_no_reader_and_neither_does_what_comes_after_it(pipe: 
     assert pipe.counts["dropped"] > 0
 
 
+@pytest.mark.parametrize("further", [["there is room"], []], ids=["a line follows", "none does"])
 def test_what_cannot_be_written_is_counted_and_told_of_once_there_is_room(
-    pipe: Pipe, tmp_path: Path
+    pipe: Pipe, tmp_path: Path, further: list[str]
 ) -> None:
     with open("/dev/full", "wb", buffering=0) as full, (tmp_path / "log").open("wb") as file:
-        lines = LineQueue(full.fileno(), count=pipe.count, missing=missing)
+        lines = LineQueue(full.fileno(), count=pipe.count, missing=MISSING)
         for n in range(3):
             lines.send(f"line {n}")
             until(lambda n=n: pipe.counts["dropped"] == n + 1)  # type: ignore[misc]
         os.dup2(file.fileno(), full.fileno())
-        lines.send("there is room")
+        for line in further:
+            lines.send(line)
         lines.close()
         lines.send("after the end")
-    assert (tmp_path / "log").read_text().splitlines() == [
-        "3 missing",
-        "there is room",
-        "after the end",
-    ]
-    assert pipe.counts == {"dropped": 3, "written": 2}
-
-
-def test_losses_that_no_line_follows_are_told_of_at_the_end(pipe: Pipe, tmp_path: Path) -> None:
-    with open("/dev/full", "wb", buffering=0) as full, (tmp_path / "log").open("wb") as file:
-        lines = LineQueue(full.fileno(), count=pipe.count, missing=missing)
-        lines.send("lost")
-        until(lambda: pipe.counts["dropped"] == 1)
-        os.dup2(file.fileno(), full.fileno())
-        lines.close()
-    assert (tmp_path / "log").read_text() == "1 missing\n"
+    written = (tmp_path / "log").read_text().splitlines()
+    assert written == ["3 missing", *further, "after the end"]
+    assert pipe.counts == {"dropped": 3, "written": len(further) + 1}
 
 
 def test_a_line_that_was_cut_short_does_not_spoil_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipe: Pipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, full = os.write, threading.Event()
     full.set()
@@ -158,13 +132,10 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(
         return write(descriptor, bytes(data)[:4])
 
     monkeypatch.setattr(log_queue.os, "write", half)
-    counts: Counter[str] = Counter()
     with (tmp_path / "log").open("wb") as file:
-        lines = LineQueue(
-            file.fileno(), count=lambda fate, number: counts.update({fate: number}), missing=missing
-        )
+        lines = LineQueue(file.fileno(), count=pipe.count, missing=MISSING)
         lines.send("0123456789")
-        until(lambda: counts["dropped"] == 1)
+        until(lambda: pipe.counts["dropped"] == 1)
         full.clear()
         lines.send("whole")
         lines.close()

@@ -31,6 +31,7 @@ from service.serving.judgement import Monitor, digest_of
 from tests.engine_kinds import KINDS
 from tests.kit.api import CHAT, note_of, send_to
 from tests.kit.bundles import GUARANTEE, UNCERTAINTY, write_bundle
+from tests.kit.tables import values
 from tests.matching import matching_draft
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
@@ -39,9 +40,10 @@ Patch = pytest.MonkeyPatch
 WINDOW = 1000
 LIMITS = DriftLimits(window=WINDOW, every=50, ks=0.2, psi=10.0, outside=0.05)
 EVEN = (np.arange(1000) + 0.5) / 1000
+CAUSES = ("drift", "outside", "labels", "golden")
 NUMBERS = itertools.count()
 PROMPTS = [f"question {number}" for number in range(4000)]
-Labelled = Callable[[float], AbstractContextManager[App]]
+Labelled = Callable[[], AbstractContextManager[App]]
 
 
 @pytest.fixture
@@ -85,6 +87,10 @@ def reports(
 
 def test_a_full_window_is_compared_now_and_then(reported: list[Monitor]) -> None:
     watched = monitor(reported, ks=1.0)
+    no_fact, names = reports(WINDOW)
+    for report in no_fact:
+        report.context = replace(UNKNOWN, applies=False)
+    watched.observe(no_fact, names)  # of which none asks for a fact: not watched
     for count, compared in ((999, 0), (1, 1), (49, 1), (1, 2), (50, 3), (10, 3)):
         watched.observe(*reports(count))
         assert len(reported) == compared
@@ -92,32 +98,23 @@ def test_a_full_window_is_compared_now_and_then(reported: list[Monitor]) -> None
 
 @pytest.mark.parametrize(
     ("limits", "windows"),
-    [
-        ({}, [({}, False), ({"top": 0.25}, True)]),  # by the distance
-        ({"ks": 1.0, "psi": 0.2}, [({}, False), ({"top": 0.25}, True)]),  # by the stability
-        # No longer exceeded well below the limit.
-        (
-            {},
-            [
-                ({"top": top}, void)
-                for top, void in ((0.18, False), (0.25, True), (0.18, True), (0.1, False))
-            ],
-        ),
-        # Prompts that are alike void later and never mend: below 0.8 of the wide limit, not of the
-        # narrow one.
-        (
-            {},
-            [
-                ({"top": top, "alike": True}, void)
-                for top, void in ((0.25, False), (0.6, True), (0.18, True), (0.1, False))
-            ],
-        ),
-    ],
+    values(
+        """
+        {} | [[{}, false], [{"top": 0.25}, true]]
+        {"ks": 1.0, "psi": 0.2} | [[{}, false], [{"top": 0.25}, true]]
+        {} | [[{"top": 0.18}, false], [{"top": 0.25}, true], [{"top": 0.18}, true], \
+            [{"top": 0.1}, false]]
+        {} | [[{"top": 0.25, "alike": true}, false], [{"top": 0.6, "alike": true}, true], \
+            [{"top": 0.18, "alike": true}, true], [{"top": 0.1, "alike": true}, false]]
+        """
+    ),
     ids=["distance", "stability", "back", "alike"],
 )
 def test_a_drift_begins_at_a_limit_and_ends_well_below_it(
     reported: list[Monitor], limits: dict[str, float], windows: list[tuple[dict[str, Any], bool]]
 ) -> None:
+    """By the distance or by the stability; no longer exceeded well below the limit.  Prompts that
+    are alike void later and never mend: below 0.8 of the wide limit, not of the narrow one."""
     watched = monitor(reported, **limits)
     for shape, void in windows:
         watched.observe(*reports(WINDOW, **shape))
@@ -181,8 +178,9 @@ def test_a_digest_tells_prompts_apart_and_nothing_else() -> None:
 
 def test_labels_void_it_for_good_and_right_answers_never_do(reported: list[Monitor]) -> None:
     watched, wrong = monitor(reported), 0
-    watched.count(Tally(500, 500, 0))
-    assert not watched.violations
+    for tally in (Tally(500, 500, 0), Tally(1200, 30, 30)):  # one without a label counts as right
+        watched.count(tally)
+        assert not watched.violations
     while not watched.violations:
         wrong += 1
         watched.count(Tally(500 + wrong, 500 + wrong, wrong))
@@ -201,12 +199,10 @@ def promised(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     promise = replace(GUARANTEE, threshold=draft.manifest.threshold)
     layers = draft.golden.trajectory.shape[1]
     draft.manifest = replace(draft.manifest, guarantee=promise, uncertainty=UNCERTAINTY)
-    reference = {
-        "reference_mean": np.zeros(layers, np.float32),
-        "reference_whitening": np.eye(layers) * 1e-3,
-    }
     draft.probes = replace(
-        draft.probes, **{name: one.astype("f4") for name, one in reference.items()}
+        draft.probes,
+        reference_mean=np.zeros(layers, np.float32),
+        reference_whitening=np.eye(layers, dtype=np.float32) / 1000,
     )
     scorer = Scorer(Scheduled(engine), write_bundle(draft, folder / "first"))
     ids = [scorer.render(prompt) for prompt in PROMPTS[2000:]]
@@ -234,20 +230,6 @@ def card(app: App) -> dict[str, Any]:
     return dict(found)
 
 
-def voids(app: App) -> dict[str, float]:
-    lines = [
-        line
-        for line in app.client.get("/metrics").text.splitlines()
-        if line.startswith("hallutracer_void{")
-    ]
-    return {line.split('cause="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
-
-
-def ask(app: App, prompts: list[str]) -> dict[str, Any]:
-    answer = app.ask(prompt=prompts)
-    return dict(answer)
-
-
 def shifted(app: App, away: float) -> None:
     """From now on the engine's readouts are moved along every probe."""
     engine: Any = app.engine
@@ -259,15 +241,6 @@ def shifted(app: App, away: float) -> None:
     engine.activations = lambda prompt, site: own(engine, prompt, site) + flat
 
 
-def test_traffic_like_training_voids_nothing(app: App) -> None:
-    for start in range(0, 600, 200):
-        answer = ask(app, PROMPTS[start : start + 200])
-    assert answer["guarantee"]["void"] == card(app)["void"] == []
-    assert card(app)["drift"]["prompts"] == 200
-    assert card(app)["drift"]["ks"] < app.state.catalogue.limits.ks
-    assert voids(app) == {"drift": 0, "outside": 0, "labels": 0, "golden": 0}
-
-
 @pytest.mark.parametrize(
     ("app", "away", "direction"),
     [(KINDS[0], 0.6, "lower"), (KINDS[1], -0.6, "higher")],
@@ -276,52 +249,53 @@ def test_traffic_like_training_voids_nothing(app: App) -> None:
 def test_a_shift_either_way_is_told_everywhere_and_taken_back(
     app: App, away: float, direction: str
 ) -> None:
-    ask(app, PROMPTS[:199])
+    app.ask(prompt=PROMPTS[:199])
     assert card(app)["void"] == []
     assert card(app).get("drift") is None  # a window that is not full says nothing
-    ask(app, PROMPTS[199:200])
+    for start, end in ((199, 200), (2000, 2200), (2200, 2400)):  # traffic like training
+        answer = app.ask(prompt=PROMPTS[start:end])
+        assert answer["guarantee"]["void"] == card(app)["void"] == []
+    assert card(app)["drift"]["prompts"] == 200
+    assert card(app)["drift"]["ks"] < app.state.catalogue.limits.ks
+    assert [app.series("void", cause=cause) for cause in CAUSES] == [0] * 4
     shifted(app, away)
-    ask(app, PROMPTS[200:400])
-    answer = ask(app, PROMPTS[400:401])
+    app.ask(prompt=PROMPTS[200:400])
+    answer = app.ask(prompt=PROMPTS[400:401])
     (reason,) = answer["guarantee"]["void"]
     assert reason.startswith("drift: the last 200 risks are unlike those of training")
     assert direction in reason
     assert answer["guarantee"]["holds"] is False
     assert card(app)["void"] == [reason]
-    assert voids(app)["drift"] == 1
+    assert app.series("void", cause="drift") == 1
     chat = note_of(send_to(app, CHAT).json())
     assert chat["guarantee"]["void"] == [reason]
     shifted(app, 0.0)
-    ask(app, PROMPTS[600:800])
-    ask(app, PROMPTS[800:850])
+    app.ask(prompt=PROMPTS[600:800])
+    app.ask(prompt=PROMPTS[800:850])
     assert card(app)["void"] == []
-    assert voids(app)["drift"] == 0
+    assert app.series("void", cause="drift") == 0
 
 
 def test_prompts_outside_training_are_told(app: App, monkeypatch: Patch) -> None:
     monkeypatch.setattr(scoring, "uncertain", lambda *_, **__: Uncertain(2.0, None))
-    ask(app, PROMPTS[:200])
-    answer = ask(app, PROMPTS[200:201])
+    app.ask(prompt=PROMPTS[:200])
+    answer = app.ask(prompt=PROMPTS[200:201])
     assert any(
         reason.startswith("outside: 100.0% of the last 200 prompts")
         for reason in answer["guarantee"]["void"]
     )
-    assert voids(app)["outside"] == 1
+    assert app.series("void", cause="outside") == 1
 
 
 @pytest.fixture
 def labelled(tmp_path: Path, promised: Bundle) -> Labelled:
-    """Makes a service that keeps feedback, each time in the same database, and draws a share of its
+    """Makes a service that keeps feedback, each time in the same database, and draws all its
     answers."""
     where = location(str(tmp_path / "feedback.db"))
 
-    def made(share: float) -> AbstractContextManager[App]:
-        return App(
-            tmp_path,
-            names=(),
-            add=[lambda *_: promised],
-            feedback=lambda metrics: Feedback(where, metrics, share=share),
-        ).started()
+    def made() -> AbstractContextManager[App]:
+        keeps: Any = {"feedback": lambda metrics: Feedback(where, metrics, share=1.0)}
+        return App(tmp_path, names=(), add=[lambda *_: promised], **keeps).started()
 
     return made
 
@@ -340,7 +314,8 @@ def complain(app: App, prompts: Sequence[str], **choice: Any) -> list[dict[str, 
 def test_labels_that_break_the_guarantee_are_told_and_known_to_the_next_process(
     labelled: Labelled,
 ) -> None:
-    with labelled(1.0) as app:
+    """Which labels count, and how often: tests/feedback/test_rows.py."""
+    with labelled() as app:
         result = complain(app, PROMPTS[:60])
         assert 10 < len(result) < 60, "withheld answers do not count"
         assert all(one["drawn"] for one in result)
@@ -349,45 +324,17 @@ def test_labels_that_break_the_guarantee_are_told_and_known_to_the_next_process(
             "labelled": len(result),
             "wrong": len(result),
         }
-        (reason,) = ask(app, ["a"])["guarantee"]["void"]
+        (reason,) = app.ask(prompt=["a"])["guarantee"]["void"]
         assert reason.startswith(
             f"labels: {len(result)} of {len(result)} answers that were drawn at random are wrong"
         )
-        assert voids(app)["labels"] == 1
-    with labelled(1.0) as app:
+        assert app.series("void", cause="labels") == 1
+    with labelled() as app:
         assert card(app)["void"] == [reason]
 
 
-def test_complaints_about_answers_that_were_not_drawn_void_nothing(labelled: Labelled) -> None:
-    with labelled(0.0) as app:
-        result = complain(app, PROMPTS[:60])
-        assert not any(one["drawn"] for one in result)
-        assert all(one["counts"] for one in result), "a recalibration learns from them"
-        assert card(app)["void"] == []
-        assert card(app).get("labels") is None or card(app)["labels"]["drawn"] == 0
-
-
-def test_repeats_are_one_label_and_an_answer_without_a_label_is_taken_for_right(
-    labelled: Labelled,
-) -> None:
-    with labelled(1.0) as app:
-        [answered] = [
-            one for one in ask(app, PROMPTS[:20])["data"] if one["decision"] == "continue"
-        ][:1]
-        complain(app, [PROMPTS[answered["index"]]] * 60)
-        assert card(app)["labels"]["wrong"] == card(app)["labels"]["labelled"] == 1
-        assert card(app)["void"] == []
-        for start in range(20, 1220, 40):
-            ask(app, PROMPTS[start + 1 : start + 40])
-            complain(app, [PROMPTS[start]])
-        labels = card(app)["labels"]
-        assert labels["wrong"] == labels["labelled"] > 5, "all that have a label are wrong"
-        assert labels["drawn"] > 20 * labels["wrong"]
-        assert card(app)["void"] == []
-
-
 def test_answers_that_the_guarantee_is_not_about_are_not_drawn(labelled: Labelled) -> None:
-    with labelled(1.0) as app:
+    with labelled() as app:
         named = app.state.catalogue.policies.named
         outside = Policy("outside", Action.ABSTAIN, withhold_outside=True)
         app.state.catalogue.policies = Policies({**named, "outside": outside})
@@ -408,16 +355,16 @@ def test_golden_prompts_that_are_off_make_it_not_ready_until_they_are_right(app:
         scored = app.client.post("/score", json={"prompt": "a"})
         assert (app.client.get("/health/ready").status_code, scored.status_code) == (ready, ready)
         assert app.client.get("/health/live").status_code == 200
-        assert voids(app)["golden"] == (ready == 503)
+        assert app.series("void", cause="golden") == (ready == 503)
         if ready == 503:
             assert scored.json()["error"]["code"] == "not_ready"
             assert "golden prompts" in scored.text
 
 
 def test_a_reload_goes_on_with_the_same_bundle_and_mends_one_that_is_off(app: App) -> None:
-    ask(app, PROMPTS[:200])
+    app.ask(prompt=PROMPTS[:200])
     shifted(app, 0.6)
-    ask(app, PROMPTS[200:400])
+    app.ask(prompt=PROMPTS[200:400])
     assert card(app)["void"]
     state, (bundle,) = app.state, app.bundles
     state.catalogue.monitors["watched:1"].golden("off")

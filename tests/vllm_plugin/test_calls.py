@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.demo import MODEL_DIR
-from tests.api.protocols import sse
 from tests.engines.vllm.installed import vllm_or_skip
+from tests.kit.api import stream_events
 
 vllm_or_skip()
 
@@ -115,7 +115,7 @@ def read(route: str, stream: bool, text: str) -> tuple[str, list[dict[str, Any]]
     spoken = ""
     written = ""
     note = None
-    for _, event in sse(text):
+    for event in (event for event in stream_events(text) if event != "[DONE]"):
         note = event.get("hallutracer") or (event.get("response") or {}).get("hallutracer") or note
         if event.get("type") == "response.output_text.delta":
             spoken += event["delta"]

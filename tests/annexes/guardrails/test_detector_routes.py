@@ -12,8 +12,8 @@ import pytest
 from service.annexes.guardrails import CONTENTS_DETECTOR, DETECTOR_ROUTES, MESSAGES_DETECTOR
 from service.policies.guard import GATE, Action
 from service.settings import MOST_PROMPTS
-from tests.api.test_openai_routes import POLICIES
-from tests.api.test_reply import CAREFUL, known
+from tests.api.test_reply import known
+from tests.kit.api import POLICIES
 from tests.running import App, app_of_module
 
 ASKED = [{"role": "user", "content": "A"}]
@@ -88,8 +88,9 @@ def test_a_policy_that_sees_answers_is_refused(
 
 def test_what_is_withheld_for_no_risk_has_the_highest_score(tmp_path: Path) -> None:
     """A caller that drops detections below a threshold of its own must not let these pass."""
+    careful = replace(GATE, name="careful", threshold=1.0, withhold_outside=True)
     with App(
-        tmp_path, policies={"careful": CAREFUL}, add=[known], callers_may=("bundle", "threshold")
+        tmp_path, policies={"careful": careful}, add=[known], callers_may=("bundle", "threshold")
     ).started() as app:
         for chosen in (
             {"policy": "careful"},

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from service.annexes.guardrails import CLASSIFY_ROUTE, LITELLM_ROUTE
-from tests.api.test_openai_routes import POLICIES
-from tests.kit.api import QUESTION
+from tests.kit.api import POLICIES, QUESTION
 from tests.running import App, app_of_module
 
 app = app_of_module(policies=POLICIES)
