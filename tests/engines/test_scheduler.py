@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import DEFAULT, Mock
 
@@ -18,20 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engines import request_queue
-from service.engines.base import FIRST_COME, Engine, EngineGate, Sampling, Turn, Update, prefill_of
+from service.engines.base import FIRST_COME, Engine, Sampling, Turn, Update, prefill_of
 from service.engines.bridge import wait_for
 from service.engines.request_queue import FREE_PADDING, MAX_PADDING, EngineRequest, RequestQueue
 from service.engines.scheduler import Scheduled
 from service.errors import EngineError, RequestError
 from service.readout import Probes
-from tests.engines.test_scripted import probes
+from tests.engines import tiny
 from tests.matching import Held
 from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
-CLOSED, OPEN = (
-    EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, threshold) for threshold in (0.0, 1.1)
-)
+CLOSED, OPEN = map(tiny.gate, (0.0, 1.1))
 
 
 def request(
@@ -143,7 +140,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.script = ScriptedEngine()
-        self.probe = probes(self.script.identity.geometry)
+        self.probe = tiny.probes_of(self.script)
         self.batches: list[int] = []
         self.holding = Held()
         self.engine: Scheduled
@@ -205,10 +202,7 @@ async def test_waiting_prompts_and_their_bundles_share_one_forward(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     score = Mock(wraps=bench.script.score)
-    draw = np.random.default_rng(0).normal
-    three = [
-        replace(bench.probe, direction=draw(size=bench.probe.direction.shape)) for _ in range(3)
-    ]
+    three = [tiny.probes_of(bench.script, seed=seed) for seed in range(3)]
     async with bench.open():
         held = await bench.held()
         monkeypatch.setattr(bench.script, "score", score)
@@ -310,7 +304,7 @@ def test_a_gate_reads_the_signals_it_weighs_on_the_callers_thread_until_the_firs
     z = 0.3 * result.trajectories[0].mean() + 2.0 * first.log_max_prob - 0.5 * first.entropy + 0.1
     risk = 1 / (1 + np.exp(z))
     for threshold, closes in ((risk - 1e-6, True), (risk + 1e-6, False)):
-        assert EngineGate((0.3, 2.0, -0.5, 0.0, 0.0, 0.0), 0.1, threshold).closes(result) is closes
+        assert tiny.gate(threshold, (0.3, 2.0, -0.5), 0.1).closes(result) is closes
     engine.close()
     with pytest.raises(EngineError):
         engine.score([[1]], [bench.probe])

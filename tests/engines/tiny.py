@@ -17,7 +17,9 @@ import transformers as hf
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from service.engines.base import EngineOptions, FirstToken, PrefillResult, TorchModel
+from probes_store.manifest import SIGNALS
+from probes_store.records import Context
+from service.engines.base import EngineGate, EngineOptions, FirstToken, PrefillResult, TorchModel
 from service.engines.families import locate
 from service.engines.loading import loader
 from service.engines.transformers.engine import TransformersEngine
@@ -437,6 +439,17 @@ def probes(
 def probes_of(engine: Any, *arguments: Any, **options: Any) -> Probes:
     """Random unit probes for an engine's model; the rest as of ``probes``."""
     return probes(engine.identity.geometry, *arguments, **options)
+
+
+def gate(
+    threshold: float,
+    weight: Sequence[float] = (1.0,),
+    intercept: float = 0.0,
+    context: Context | None = None,
+) -> EngineGate:
+    """A gate on the depth mean, and on the signals behind it that have a weight."""
+    unread = [0.0] * (len(SIGNALS) - len(weight))
+    return EngineGate((*weight, *unread), intercept, threshold, context)
 
 
 def trajectories(engine: Any, prompts: Sequence[list[int]], probes: Probes) -> NDArray[np.float64]:

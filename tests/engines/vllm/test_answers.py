@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engines.base import EngineGate, EngineOptions, Sampling, Update
+from service.engines.base import EngineOptions, Sampling, Update
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EngineError
 from service.readout import Probes, Site
@@ -28,6 +28,7 @@ vllm_or_skip()
 from service.engines.bridge import run_on  # noqa: E402
 from service.engines.vllm.client import MERGED, parameters_for  # noqa: E402
 from service.engines.vllm.engine import VllmEngine  # noqa: E402
+from tests.engines.vllm.asking import updates, wait  # noqa: E402
 
 pytestmark = pytest.mark.long
 
@@ -85,71 +86,37 @@ def described(engine: VllmEngine) -> Any:
     return run_on(engine.loop, engine._describe())
 
 
-def wait(engine: VllmEngine, work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, engine.loop).result(240)
-
-
-def updates(
-    engine: VllmEngine, stream: AsyncGenerator[Update, None], pause: float = 0.0
-) -> list[Update]:
-    """All updates of an answer; with a ``pause`` after each, in which vLLM adds outputs to the next
-    one."""
-
-    async def take() -> list[Update]:
-        received = []
-        async with aclosing(stream):
-            async for update in stream:
-                received.append(update)
-                if pause:
-                    await asyncio.sleep(pause)
-        return received
-
-    return list(wait(engine, take()))
-
-
 def check(
-    received: list[Update], prompt: Any, probes: Probes | None, reference: TransformersEngine
+    received: list[Update], prompt: Any, probes: Probes, reference: TransformersEngine
 ) -> int:
-    """The last update has what ``reference`` reads of the answer's text; return how many tokens
-    were read."""
-    decoded = 0
+    """Each update has what ``reference`` reads of the answer's text so far; return how many tokens
+    were read at the end."""
+    completion, decoded = received[-1].completion, 0
+    assert completion is not None
     for update in received:
         decoded += update.tokens
-        if probes is None or decoded < 2:
+        if decoded < 2:
             assert update.answer is None
-        else:
-            assert update.answer is not None
-            assert update.answer.tokens == decoded - 1
-    last = received[-1]
-    assert last.completion is not None
-    if last.answer is None:
-        return 0
-    assert probes is not None
-    written = [*prompt, *last.completion.token_ids[:-1]]
-    [expected] = reference.score([written], [probes], last=[last.answer.tokens])
-    np.testing.assert_allclose(last.answer.trajectory, expected.trajectories[0], rtol=0, atol=CLOSE)
-    return last.answer.tokens
+            continue
+        assert update.answer is not None
+        assert update.answer.tokens == decoded - 1
+        written = [*prompt, *completion.token_ids[: decoded - 1]]
+        [expected] = reference.score([written], [probes], last=[decoded - 1])
+        logits = expected.trajectories[0]
+        np.testing.assert_allclose(update.answer.trajectory, logits, rtol=0, atol=CLOSE)
+    return max(0, decoded - 1)
 
 
+@pytest.mark.parametrize("site", list(Site))
 def test_each_update_has_the_mean_so_far(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
+    site: Site,
+    engine: VllmEngine,
+    reference: TransformersEngine,
+    probes: dict[Site, list[Probes]],
 ) -> None:
-    for site in Site:
-        received = updates(
-            engine,
-            engine.answer(
-                PROMPT, [], sampling=Sampling(max_tokens=9), answer_probes=probes[site][0]
-            ),
-        )
-        ids = received[-1].completion.token_ids if received[-1].completion else ()
-        assert len(ids) > 4
-        for update in received:
-            if update.answer is not None:
-                written, count = [*PROMPT, *ids[: update.answer.tokens]], update.answer.tokens
-                [expected] = reference.score([written], [probes[site][0]], last=[count])
-                np.testing.assert_allclose(
-                    update.answer.trajectory, expected.trajectories[0], rtol=0, atol=CLOSE
-                )
+    sampling, probe = Sampling(max_tokens=9), probes[site][0]
+    received = updates(engine, PROMPT, [], sampling=sampling, answer_probes=probe)
+    assert check(received, PROMPT, probe, reference) > 3
 
 
 def test_a_reader_that_is_late_misses_nothing(
@@ -157,9 +124,7 @@ def test_a_reader_that_is_late_misses_nothing(
 ) -> None:
     """vLLM adds outputs that were not taken to one another, and keeps what came with the first."""
     asked = probes[Site.ATTENTION_HEAD]
-    received = updates(
-        engine, engine.answer(PROMPT, asked[:1], sampling=MANY, answer_probes=asked[1]), pause=0.3
-    )
+    received = updates(engine, PROMPT, asked[:1], sampling=MANY, answer_probes=asked[1], pause=0.3)
     assert max(update.tokens for update in received) > 5, "it was not late"
     assert check(received, PROMPT, asked[1], reference) > 10
     assert received[0].prefill is not None
@@ -252,16 +217,14 @@ def test_an_answer_that_ends_early_is_read_as_far_as_it_went(
         Sampling(max_tokens=40, stop=(whole.text[9:12],)),
         Sampling(max_tokens=2),
     ):
-        received = updates(
-            engine, engine.answer(PROMPT, [second], sampling=sampling, answer_probes=first)
-        )
+        received = updates(engine, PROMPT, [second], sampling=sampling, answer_probes=first)
         assert check(received, PROMPT, first, reference) >= 1
         assert received[-1].completion is not None
         assert len(received[-1].completion.token_ids) < 40
         assert received[-1].completion.stop == next(iter(sampling.stop), None)
-    shut = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0)
+    shut = tiny.gate(0.0)
     for more in ({"sampling": Sampling(max_tokens=1)}, {"sampling": MANY, "gate": shut}, {}):
-        [update] = updates(engine, engine.answer(PROMPT, [second], answer_probes=first, **more))
+        [update] = updates(engine, PROMPT, [second], answer_probes=first, **more)
         assert update.answer is None
 
 

@@ -3,7 +3,8 @@ recompiled."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +63,8 @@ class AttentionLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Its projection's input is the concatenated heads; ``share`` of them on this rank."""
+    """Its projection's input is the concatenated heads, ``share`` of them on this rank, unless
+    ``change`` makes something else of attention's result."""
 
     def __init__(self, share: range) -> None:
         super().__init__()
@@ -74,41 +76,21 @@ class Attention(nn.Module):
         self.o_proj.weight = nn.Parameter(whole.weight[:, self.heads].clone())
         self.o_proj.input_size = len(share) * d  # an attribute of vLLM's row-parallel layers
         self.attn = AttentionLayer(len(share) * d)
+        self.change: Callable[[torch.Tensor], torch.Tensor] = lambda attended: attended
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
-        output = self.o_proj(self.attn(self.v_proj(hidden_states)[..., self.heads]))
+        output = self.o_proj(self.change(self.attn(self.v_proj(hidden_states)[..., self.heads])))
         return output.view_as(hidden_states)  # vLLM's go on with it, too
 
 
-class Gated(Attention):
-    """Something happens between attention and its projection."""
-
-    def forward(self, hidden_states: torch.Tensor) -> Any:
-        return self.o_proj(2 * self.attn(self.v_proj(hidden_states)[..., self.heads]))
-
-
-class Narrower(Attention):
-    """Its projection is given a part."""
-
-    def forward(self, hidden_states: torch.Tensor) -> Any:
-        return self.o_proj(self.attn(self.v_proj(hidden_states)[..., self.heads])[..., :-1])
-
-
-class Quantized(nn.Module):
-    """As in INT8 and NVFP4 checkpoints: a float32 scale comes first, and nothing is stored in the
-    compute dtype."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight_scale = nn.Parameter(torch.full((outputs, 1), 0.01))
-        self.weight = nn.Parameter(
-            torch.randint(-9, 9, (outputs, inputs), dtype=torch.int8), requires_grad=False
-        )
+class Quantized(nn.Linear):
+    """As in INT8 and NVFP4 checkpoints: a float32 parameter comes first, and nothing is stored in
+    the compute dtype."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         if states.dtype != torch.bfloat16:
             raise RuntimeError(f"the kernel takes bfloat16, not {states.dtype}")
-        return nn.functional.linear(states, (self.weight_scale * self.weight).to(states))
+        return super().forward(states.float()).to(states)
 
 
 class Block(nn.Module):
@@ -177,24 +159,16 @@ def run(
         return model(inputs)  # type: ignore[no-any-return]
 
 
-def activations_of(model: Model, inputs: torch.Tensor) -> dict[Site, np.ndarray]:
+def activations_of(inputs: torch.Tensor) -> dict[Site, np.ndarray]:
     """Activations [tokens, m, width] of an unchanged model, from hooks."""
-    captured: dict[Site, list[torch.Tensor]] = {site: [] for site in Site}
-    heads, stream = captured[Site.ATTENTION_HEAD], captured[Site.RESIDUAL_STREAM]
-    handles = []
+    model, heads, stream = Model(), list[torch.Tensor](), list[torch.Tensor]()
     for block in model.model.layers:
-        projection = block.self_attn.o_proj
-        handles.append(
-            projection.register_forward_pre_hook(lambda _, given: heads.append(given[0]))
-        )
-        handles.append(
-            block.register_forward_hook(lambda _, __, output: stream.append(output[0] + output[1]))
-        )
+        block.self_attn.o_proj.register_forward_pre_hook(lambda _, given: heads.append(given[0]))
+        block.register_forward_hook(lambda _, __, output: stream.append(sum(output)))
     with torch.inference_mode():
         model(inputs)
-    for handle in handles:
-        handle.remove()
-    return {site: torch.stack(rows, 1).numpy() for site, rows in captured.items()}
+    both = zip(Site, (heads, stream), strict=True)
+    return {site: torch.stack(rows, 1).numpy() for site, rows in both}
 
 
 def expected(rows: np.ndarray, probes: Probes) -> np.ndarray:
@@ -226,72 +200,34 @@ def test_half_types_are_read_in_float32_and_of_all_heads_only_the_slots_are_kept
     assert max(rows.shape[1] for rows in heads._kept) <= SLOTS
 
 
-def test_another_probe_and_another_step_need_no_other_graph() -> None:
+@pytest.mark.parametrize("sites", [(Site.ATTENTION_HEAD,), tuple(Site)])
+def test_another_probe_and_another_step_need_no_other_graph(sites: tuple[Site, ...]) -> None:
     """A change of bundles needs no compilation, and a compiled graph keeps no old probes and no old
-    rows."""
-    compilations = 0
+    rows.  It has one operator a layer at the residual site only, alike in every layer: vLLM then
+    compiles identical layers once."""
+    graphs: list[list[str]] = []
 
-    def count(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
-        nonlocal compilations
-        compilations += 1
+    def look(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+        calls = [f"{node.target} {node.args[2:]}" for node in module.graph.nodes]
+        graphs.append([call for call in calls if "keep_residual" in call])
         return module.forward
 
-    rows = activations_of(Model(), hidden())
-    model = Model()
-    readouts = installed(model)
-    compiled = torch.compile(model, backend=count, dynamic=True)
+    rows, model = activations_of(hidden()), Model()
+    readouts = installed(model, sites)
+    compiled = torch.compile(model, backend=look, dynamic=True)
     for seed in range(4):
         onsets = ONSETS[: 1 + seed]
-        made = {site: probes(site, seed) for site in Site}
+        made = {site: probes(site, seed) for site in sites}
         for site, probe in made.items():
             readouts[site].write(1, probe)
         run(compiled, readouts, hidden(), onsets)
         for site, probe in made.items():
             check_read(readouts[site].read().numpy(), 1, rows[site], probe, onsets)
         if seed == 0:
-            once = compilations
-    assert once > 0
-    assert compilations == once
-
-
-def test_the_compilers_graph_has_one_operator_a_layer_at_the_residual_site_only() -> None:
-    """Alike in every layer: vLLM then compiles identical layers once."""
-    graphs: list[str] = []
-
-    def look(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
-        graphs.extend(
-            f"{node.target} {node.args[2:]}"
-            for node in module.graph.nodes
-            if node.op == "call_function"
-        )
-        return module.forward
-
-    for sites, count in (((Site.ATTENTION_HEAD,), 0), (tuple(Site), GEOMETRY.num_layers)):
-        graphs.clear()
-        model = Model()
-        installed(model, sites)
-        with torch.inference_mode():
-            torch.compile(model, backend=look, dynamic=True)(hidden())
-        ours = [node for node in graphs if "keep_residual" in node]
-        assert (len(ours), len(set(ours))) == (count, min(count, 1))
-
-
-@pytest.mark.parametrize("calls", [0, 2, 4])
-def test_a_layer_that_was_not_kept_or_kept_twice_gives_no_number(calls: int) -> None:
-    """As where a CUDA graph ran that was captured as a whole, or a compile cache is stale."""
-    for readout in installed(Model()).values():
-        readout.start(None)
-        readout.keep(torch.ones(TOKENS, readout.width))
-        assert readout._kept is None  # a step that reads nothing
-        readout.start(torch.tensor(ONSETS))
-        for _ in range(calls):
-            readout.keep(torch.ones(TOKENS, readout.width))
-        for numbers, shape in (
-            (readout.read(), (3, 4, SLOTS)),
-            (readout.activations(), (3, 4, readout.width)),
-        ):
-            assert torch.isnan(numbers).all()
-            assert numbers.shape == shape
+            once = len(graphs)
+    assert len(graphs) == once > 0
+    ours = list(chain(*graphs))
+    assert (len(ours), len({*ours})) == ((3, 1) if Site.RESIDUAL_STREAM in sites else (0, 0))
 
 
 class Graph(TorchDispatchMode):
@@ -309,14 +245,10 @@ class Graph(TorchDispatchMode):
                 model(self.inputs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in (
-            "hallutracer",
-            "hallutracer_test",
-        ):  # Python's: what they do comes one by one
+        ours = {"hallutracer": attach._keep_residual, "hallutracer_test": _attention}
+        if func.namespace in ours:  # Python's: what they do comes one by one
             with self:
-                return (attach._keep_residual if func.namespace == "hallutracer" else _attention)(
-                    *args
-                )
+                return ours[func.namespace](*args)
         result = func(*args, **(kwargs or {}))
         self._done.append((func, args, kwargs or {}, result))
         return result
@@ -326,12 +258,9 @@ class Graph(TorchDispatchMode):
         with torch.inference_mode():
             for func, args, kwargs, before in self._done:
                 again = func(*args, **kwargs)
-                for before_it, other in zip(*map(pytree.tree_leaves, (before, again)), strict=True):
-                    if (
-                        isinstance(before_it, torch.Tensor)
-                        and before_it.data_ptr() != other.data_ptr()
-                    ):
-                        before_it.copy_(other)
+                for old, new in zip(*map(pytree.tree_leaves, (before, again)), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
 
 
 @pytest.mark.parametrize("slots", [SLOTS, GEOMETRY.num_heads])  # picked heads, and whole rows
@@ -347,12 +276,13 @@ def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -
     for readout in readouts.values():
         readout.start(None)
     graphs = {tokens: Graph(model, tokens) for tokens in (8, 4, 1)}
-    addresses = [
-        part.data_ptr()
-        for readout in readouts.values()
-        for part in (readout._kept, readout._places)
-        if part is not None
-    ]
+
+    def addresses() -> list[int]:
+        parts = ((readout._kept, readout._places) for readout in readouts.values())
+        return [part.data_ptr() for part in chain(*parts) if part is not None]
+
+    before = addresses()
+    assert len(before) == 4
     for seed, (tokens, real, rows) in enumerate(
         [
             (8, 8, [5, 0, 7]),
@@ -375,34 +305,13 @@ def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -
         else:
             with torch.inference_mode():
                 model(inputs)
-        expected_rows = activations_of(Model(), inputs)
+        expected_rows = activations_of(inputs)
         for site, readout in readouts.items():
             if rows:
                 check_read(readout.read().numpy(), 1, expected_rows[site], made[site], rows)
             readout.start(None)
             assert not readout._places.any(), "a smaller graph would read outside its tokens"
-    now = [
-        part.data_ptr()
-        for readout in readouts.values()
-        for part in (readout._kept, readout._places)
-        if part is not None
-    ]
-    assert now == addresses
-    assert len(now) == 4
-
-
-def test_a_graph_that_keeps_nothing_gives_no_number() -> None:
-    """As one of another compilation: the step before was read, at the same address."""
-    model = Model()
-    readouts = installed(model, room=4)
-    run(model, readouts, hidden(), [1])
-    for readout in readouts.values():
-        assert torch.isfinite(readout.read()).all()
-        readout.start(torch.tensor([2, 3]))
-        assert torch.isnan(readout.read()).all()
-    for readout in installed(Model(), room=4).values():
-        readout.start(torch.tensor([2]))
-        assert torch.isnan(readout.read()).all(), "nothing was ever kept"
+    assert addresses() == before
 
 
 def test_a_quantized_result_of_attention_is_not_read() -> None:
@@ -420,8 +329,9 @@ def test_a_quantized_result_of_attention_is_not_read() -> None:
 def test_a_module_tree_that_is_not_read_as_it_was_trained_on_is_refused() -> None:
     for layer, path, value, named in (
         (2, "o_proj.input_size", 30, "layer 2.* 30 inputs"),
-        (1, "__class__", Gated, "layer 1's self_attn.o_proj does not read"),
-        (1, "__class__", Narrower, "layer 1's self_attn.o_proj does not read"),
+        # A gate behind attention, and a projection that is given a part.
+        (1, "change", lambda attended: 2 * attended, "layer 1's self_attn.o_proj does not read"),
+        (1, "change", lambda attended: attended[..., :-1], "self_attn.o_proj does not read"),
         (1, "second", AttentionLayer(8), "layer 1 has 2 attention layers"),
         (0, "attn.use_direct_call", True, "layer 0"),
     ):
@@ -445,21 +355,24 @@ class Two(nn.Module):
     """Returns hidden states and residual."""
 
     def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return hidden_states, hidden_states if residual is None else hidden_states + residual
 
 
 class Decoder(nn.Module):
-    """As vLLM's: takes embeddings in place of tokens; ``reads`` makes one tensor of two for the
-    norm at its end."""
+    """As vLLM's: takes embeddings in place of tokens.  ``reads`` makes one tensor of what the last
+    block returns, for the norm, and ``between`` what the next is given of what a block returns."""
 
     def __init__(
-        self, block: type[nn.Module], reads: Any = lambda hidden, residual: hidden + residual
+        self, block: type[nn.Module], reads: Any, between: Any = lambda states: states
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(block() for _ in range(GEOMETRY.num_layers))
-        self.two, self.reads = block is Two, reads
+        self.reads, self.between = reads, between
         self.norm = nn.LayerNorm(GEOMETRY.hidden_size)
 
     def forward(
@@ -467,48 +380,41 @@ class Decoder(nn.Module):
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
         intermediate_tensors: Any,
-        inputs_embeds: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor,
     ) -> torch.Tensor:
-        hidden, residual = inputs_embeds, None
-        assert hidden is not None
+        states: tuple[torch.Tensor, ...] = (inputs_embeds,)
         for layer in self.layers:
-            if self.two:
-                hidden, residual = layer(positions, hidden, residual)
-            else:
-                hidden = layer(positions, hidden)
-        normed: torch.Tensor = self.norm(self.reads(hidden, residual) if self.two else hidden)
+            returned = layer(positions, *map(self.between, states))
+            states = returned if isinstance(returned, tuple) else (returned,)
+        normed: torch.Tensor = self.norm(self.reads(*states))
         return normed
 
 
-class Scaling(Decoder):
-    """Does something between its blocks."""
-
-    def forward(
-        self, input_ids: Any, positions: torch.Tensor, inputs_embeds: torch.Tensor
-    ) -> torch.Tensor:  # type: ignore[override]
-        for layer in self.layers:
-            inputs_embeds = 2 * layer(positions, inputs_embeds)
-        return inputs_embeds
-
-
 @pytest.mark.parametrize(
-    ("decoder", "problem"),
+    ("block", "reads", "between", "problem"),
     [
-        (lambda: Decoder(One), ""),
-        (lambda: Decoder(Two), ""),
-        (lambda: Decoder(Two, lambda hidden, residual: hidden), ""),  # as vLLM's Cohere
+        (One, lambda hidden: hidden, (), ""),
+        (Two, lambda hidden, residual: hidden + residual, (), ""),
+        (Two, lambda hidden, residual: hidden, (), ""),  # as vLLM's Cohere
         (
-            lambda: Decoder(Two, lambda hidden, residual: hidden + 2 * residual),
+            Two,
+            lambda hidden, residual: hidden + 2 * residual,
+            (),
             "neither the sum nor the first is read",
         ),
-        (lambda: Scaling(One), "returns neither one tensor nor two that the next is given"),
+        (
+            One,
+            lambda hidden: hidden,
+            (lambda states: 2 * states,),
+            "returns neither one tensor nor two that the next is given",
+        ),
     ],
 )
 def test_the_stream_of_a_family_without_a_row_is_what_the_blocks_hand_on(
-    decoder: Any, problem: str
+    block: type[nn.Module], reads: Any, between: tuple[Any, ...], problem: str
 ) -> None:
     model = nn.Module()
-    model.model = decoder()
+    model.model = Decoder(block, reads, *between)
     unknown = family_of(SimpleNamespace(model_type="new"))
     plan = Plan(GEOMETRY, (Site.RESIDUAL_STREAM,), SLOTS, False)
     if problem:
@@ -520,10 +426,8 @@ def test_the_stream_of_a_family_without_a_row_is_what_the_blocks_hand_on(
     stream = hidden()
     with torch.inference_mode():
         model.model(None, torch.arange(TOKENS), None, stream)
-    for layer, rows in enumerate(readout.activations()):
-        expected = stream + layer + 1
-        if model.model.two:
-            expected = model.model.reads(stream, stream * (layer + 1))
+    for layer, rows in enumerate(readout.activations(), 1):
+        expected = stream + layer if block is One else reads(stream, stream * layer)
         np.testing.assert_allclose(rows, expected[ONSETS], rtol=1e-5)
 
 

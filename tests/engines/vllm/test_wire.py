@@ -9,30 +9,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from probes_store.records import Applicability, Context, ContextName, ContextProbe
-from service.engines.base import EngineGate, sigmoid
+from probes_store.records import Context
+from service.engines.base import sigmoid
 from service.engines.vllm.wire import (
     CERTAIN,
-    CONTEXT_NAMES,
     EXTRAS,
     KEY,
     NO_CONTEXT,
-    REPLACED,
-    STALE,
     Directive,
     Payload,
     Plan,
     answer_read,
     context_terms,
 )
-from service.errors import EngineError, NonFiniteReadout, ProbeReplaced, WeightsChanged
+from service.errors import EngineError, NonFiniteReadout
 from service.readout import Geometry, Site
+from tests.engines import tiny
+from tests.kit.bundles import APPLICABILITY, ASKS, PASSAGE, STATED
 
 GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=2, hidden_size=6)
 PLAN = Plan(GEOMETRY, tuple(Site), 2, True, True)
 COLUMNS = 4  # 2 sites x 2 slots
 LOGITS = COLUMNS * 3  # layers
-GATE = EngineGate((0.1, 0.0, -2.5, 0.0, 0.0, 0.0), 1e-3, 0.7)
+GATE = tiny.gate(0.7, (0.1, 0.0, -2.5), 1e-3)
 GATED = Directive(gate=GATE, end_token=5, slot=1).encode()[KEY]
 TERMS = (3.0, 0.0, 2.0, 0.1, 1 / 3, 7.0, -1e-9, 2.0, 50.0, 0.25)
 
@@ -60,7 +59,7 @@ def wire(*, activations: bool = False) -> np.ndarray:
         ),
         Directive(
             first_token=True,
-            gate=EngineGate((1 / 3, 0.0, 0.0, 0.0, 0.0, 0.0), -7.0, 1.0),
+            gate=tiny.gate(1.0, (1 / 3,), -7.0),
             end_token=0,
         ),
     ],
@@ -71,20 +70,12 @@ def test_a_directive_round_trips(directive: Directive) -> None:
     assert Directive.decode({"other": "plugin", **sent}, PLAN) == directive
 
 
-def probe(name: ContextName) -> ContextProbe:
-    number = CONTEXT_NAMES.index(name)
-    return ContextProbe(name, 1.5 + number, -0.5 - number, rows=9, positive=4, auroc=0.9)
-
-
 def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
-    asks = Applicability(0.3, questions_below=0.01, others_above=0.02, statement="What it means.")
-    made = context_terms(
-        Context((probe("stated"), probe("asks"), probe("passage")), asks), [3, 1, 2, 0]
-    )
-    assert made == (1, 2, 3, 1.5, 2.5, 3.5, -0.5, -1.5, -2.5, 0.3)
+    made = context_terms(Context((STATED, ASKS, PASSAGE), APPLICABILITY), [3, 1, 2, 0])
+    assert made == (1, 2, 3, 1.5, 0.75, 0.5, 0.25, -0.5, 0.0, 0.2)
     # Of a probe that is not there the probability is 1, and where none tells, the risk applies.
-    made = context_terms(Context((probe("passage"),), None), [2])
-    assert made == (0, 2, 0, 0.0, 2.5, 0.0, CERTAIN, -1.5, CERTAIN, -1.0)
+    made = context_terms(Context((PASSAGE,), None), [2])
+    assert made == (0, 2, 0, 0.0, 0.75, 0.0, CERTAIN, -0.5, CERTAIN, -1.0)
     assert context_terms(None, [1, 2, 3]) == NO_CONTEXT
     assert sigmoid(CERTAIN) == 1.0
 
@@ -164,9 +155,8 @@ def test_a_payload_is_split_by_column_layer_and_site() -> None:
 
 def test_numbers_that_were_not_asked_for_are_ignored_and_rounding_leaves_no_range() -> None:
     """The first token is summarised only if it is used."""
-    for weight, needed in (((1.0, 0.0, 0.0), False), ((1.0, 0.0, 0.1), True)):
-        gate = EngineGate((*weight, 0.0, 0.0, 0.0), 0.0, 0.5)
-        assert Directive(gate=gate, end_token=1).needs_first_token is needed
+    for weight, needed in (((1.0,), False), ((1.0, 0.0, 0.1), True)):
+        assert Directive(gate=tiny.gate(0.5, weight), end_token=1).needs_first_token is needed
     values = wire()
     values[LOGITS : LOGITS + 3] = math.nan
     payload = Payload.decode(values, PLAN, Directive())
@@ -205,14 +195,11 @@ def test_a_nan_or_infinity_is_refused(position: int, message: str, bad: float) -
         Payload.decode(values, PLAN, Directive(activations=True))
 
 
-def test_what_was_read_of_an_answer_s_token_is_a_trajectory_or_says_why_not() -> None:
+def test_what_was_read_of_an_answer_s_token_is_a_trajectory() -> None:
+    """Or says why not: test_reader.py."""
     sent = np.array([[0.5, -1.25, math.inf, 0.0]], np.float32)
     assert answer_read(sent, PLAN).tolist() == [0.5, -1.25, math.inf]
     assert answer_read(sent, PLAN).dtype == np.float64
-    for why, error in ((REPLACED, ProbeReplaced), (STALE, WeightsChanged)):
-        sent[0, -1] = why
-        with pytest.raises(error):
-            answer_read(sent, PLAN)
     for count in (3, 5, PLAN.payload):
         with pytest.raises(EngineError, match=f"sent {count} numbers"):
             answer_read(np.zeros(count, np.float32), PLAN)

@@ -1,0 +1,35 @@
+"""Asking a vLLM engine from a test's own thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from service.engines.base import Update
+from service.engines.vllm.engine import VllmEngine
+
+
+def wait(engine: VllmEngine, work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run_coroutine_threadsafe(work, engine.loop).result(240)
+
+
+def updates(
+    engine: VllmEngine, *request: Any, count: int = 1000, pause: float = 0.0, **options: Any
+) -> list[Update]:
+    """The first ``count`` updates of an answer, whose generator is then closed; with a ``pause`` in
+    seconds after each, in which vLLM adds outputs to the next one."""
+
+    async def take() -> list[Update]:
+        received = []
+        async with aclosing(engine.answer(*request, **options)) as stream:
+            async for update in stream:
+                received.append(update)
+                if len(received) == count:
+                    break
+                if pause:
+                    await asyncio.sleep(pause)
+        return received
+
+    return list(wait(engine, take()))
