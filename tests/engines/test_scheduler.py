@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import DEFAULT, Mock
 
@@ -28,7 +29,6 @@ from tests.matching import Held
 from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
-CLOSED, OPEN = map(tiny.gate, (0.0, 1.1))
 
 
 def request(
@@ -267,30 +267,6 @@ async def test_a_step_that_fails_loses_at_most_the_answer_that_fails_alone(
     assert set(map(text_of, answers)) == {"x" * 9}
 
 
-async def test_updates_are_the_prefill_the_pieces_and_the_completion(bench: Bench) -> None:
-    bench.script.answer = "Zürich"
-    async with bench.open():
-        first, *rest, last = await bench.answer("a", sampling=Sampling(), gate=OPEN)
-        assert first.prefill is not None
-        assert (first.piece, first.tokens, first.completion) == ("", 0, None)
-        assert min(first.queue_s, first.prefill_s) >= 0
-        assert [(update.piece, update.tokens) for update in rest] == [
-            (piece, 1) for piece in ("Z", "", "ü", *"rich")
-        ]
-        assert last.completion is not None
-        assert last.completion.text == "Zürich"
-        assert len(await bench.answer("a")) == 1  # without sampling, only the prefill runs
-
-
-async def test_a_closed_gate_costs_no_decode_step(bench: Bench) -> None:
-    async with bench.open():
-        (only,) = await bench.answer("a", sampling=Sampling(), gate=CLOSED)
-        assert only.prefill is not None
-        assert bench.script.counters.decode_steps == 0
-        bench.script.nan_layer = 1  # a NaN risk closes the gate, too
-        assert len(await bench.answer("a", sampling=Sampling(), gate=OPEN)) == 1
-
-
 def test_a_gate_reads_the_signals_it_weighs_on_the_callers_thread_until_the_first_answer(
     bench: Bench,
 ) -> None:
@@ -303,8 +279,13 @@ def test_a_gate_reads_the_signals_it_weighs_on_the_callers_thread_until_the_firs
     assert first is not None
     z = 0.3 * result.trajectories[0].mean() + 2.0 * first.log_max_prob - 0.5 * first.entropy + 0.1
     risk = 1 / (1 + np.exp(z))
-    for threshold, closes in ((risk - 1e-6, True), (risk + 1e-6, False)):
-        assert tiny.gate(threshold, (0.3, 2.0, -0.5), 0.1).closes(result) is closes
+    unknown = replace(result, trajectories=(np.array([np.nan]),))
+    for threshold, read, closes in (
+        (risk - 1e-6, result, True),
+        (risk + 1e-6, result, False),
+        (1.1, unknown, True),
+    ):
+        assert tiny.gate(threshold, (0.3, 2.0, -0.5), 0.1).closes(read) is closes
     engine.close()
     with pytest.raises(EngineError):
         engine.score([[1]], [bench.probe])
@@ -313,15 +294,12 @@ def test_a_gate_reads_the_signals_it_weighs_on_the_callers_thread_until_the_firs
 async def test_many_answers_of_one_caller_leave_another_every_second_token(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.script.answer = "x" * 60
-    decoded: list[str] = []
-    send = EngineRequest.send
+    bench.script.answer, decoded = "x" * 60, list[str]()
 
-    def watched(request: EngineRequest, update: Update) -> None:
-        decoded.extend([request.turn.caller] * update.tokens)
-        send(request, update)
+    def step_together(rows: Sequence[Any]) -> None:
+        decoded.extend(bench.script.detokenize(row._prompt) for row in rows)
 
-    monkeypatch.setattr(EngineRequest, "send", watched)
+    monkeypatch.setattr(bench.script, "step_together", step_together)
     monkeypatch.setattr(request_queue, "MAX_TOGETHER", 2)
     async with bench.open():
         held, long = await bench.held(), Sampling(max_tokens=60)
@@ -329,8 +307,8 @@ async def test_many_answers_of_one_caller_leave_another_every_second_token(
         tasks = [bench.start(caller, sampling=long, turn=Turn(caller)) for caller in callers]
         await bench.release(held)
         await asyncio.gather(*tasks)
-    assert len(decoded) == 13 * 60
     ended = len(decoded) - decoded[::-1].index("few")
+    assert decoded.count("few") >= 60
     assert decoded[:ended].count("many") <= 90, "by answers it would be 720"
 
 
@@ -365,18 +343,6 @@ async def test_a_batch_waits_for_as_many_prompts_as_last_time(bench: Bench) -> N
             await asyncio.sleep(0.02)
         await asyncio.gather(*again)
     assert bench.batches == [1, 4, 4]
-
-
-async def test_cancelled_prompts_are_dropped(bench: Bench) -> None:
-    async with bench.open():
-        held = await bench.held()
-        tasks = [bench.start(f"prompt {n}") for n in range(5)]
-        await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        await bench.release(held)
-        await bench.answer("next")
-    assert bench.batches == [1, 1]
 
 
 async def test_synchronous_calls_and_scores_run_between_the_turns_of_a_long_answer(
@@ -421,19 +387,6 @@ async def test_synchronous_calls_and_answers_never_run_together(bench: Bench) ->
         prompt = bench.script.tokenize("a")
         calls = [asyncio.to_thread(bench.engine.score, [prompt], [bench.probe]) for _ in range(20)]
         await asyncio.gather(*calls[:10], *(bench.answer(f"{n}") for n in range(20)), *calls[10:])
-
-
-async def test_closing_ends_running_requests_and_refuses_new_ones(bench: Bench) -> None:
-    bench.script.answer = "x" * 400
-    async with bench.open():
-        bench.script.sleep_s = 0.01
-        decoding = bench.start("a", sampling=Sampling(max_tokens=400))
-        await asyncio.sleep(0.05)
-        await asyncio.to_thread(bench.engine.close)
-        for work in (decoding, bench.answer("b")):
-            with pytest.raises(EngineError):
-                await work
-        assert not bench.engine.alive
 
 
 async def test_a_thread_that_fails_leaves_no_consumer_waiting(bench: Bench) -> None:

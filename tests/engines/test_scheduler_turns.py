@@ -4,7 +4,7 @@ on."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from service.engines.shares import Account, Kind, Shares
 from service.errors import EngineError
 from tests.engines.test_scheduler import Bench, holds, logits, request
 from tests.matching import Held
-from tests.running import until as wait_until
+from tests.running import until, until_on_loop
 from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
@@ -70,16 +70,8 @@ class Timed(Bench):
         held = self.held_at[number]
         assert await asyncio.to_thread(held.entered.wait, 20)
         yield
-        await until(lambda: len(self.engine._queue.waiting) >= meanwhile)
+        await until_on_loop(lambda: len(self.engine._queue.waiting) >= meanwhile)
         held.release.set()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(20_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("the condition never became true")
 
 
 @pytest.fixture
@@ -125,7 +117,7 @@ async def test_callers_have_their_turns_between_synchronous_scores(
         if (
             answers and order[-1] == "caller" and 0 < order.count("golden") < 3
         ):  # its thread asks for the next one
-            wait_until(lambda: bool(timed.engine._calls))
+            until(lambda: bool(timed.engine._calls))
         return score(prompts, *arguments, **options)
 
     timed.script.score = recorded  # type: ignore[method-assign]
@@ -138,7 +130,9 @@ async def test_callers_have_their_turns_between_synchronous_scores(
         async with timed.held_in(0, meanwhile=3 if answers else 6):
             work = asyncio.to_thread(timed.engine.score, golden, [timed.probe], **options)
             scoring = asyncio.create_task(work)
-            await until(lambda: bool(timed.engine._calls) if answers else len(queue.waiting) == 6)
+            await until_on_loop(
+                lambda: bool(timed.engine._calls) if answers else len(queue.waiting) == 6
+            )
         for scored, result in zip(await scoring, expected, strict=True):
             assert scored.trajectories[0].tolist() == result.trajectories[0].tolist()
             assert scored.first_token == result.first_token
@@ -163,36 +157,9 @@ async def test_long_prompts_of_two_callers_take_turns_and_those_of_one_follow_ea
     assert [tasks.index(task) for task in ended] == [0, 2, 1]
 
 
-async def test_a_prompt_that_is_left_ends_between_two_passes(timed: Timed) -> None:
-    timed.held_at[1] = Held()
-    async with timed.open():
-        long = timed.start(LONG, sampling=Sampling())
-        async with timed.held_in(1):
-            long.cancel()
-            await asyncio.wait([long])
-        await timed.answer("next")
-        assert timed.engine._queue.reading == []
-    assert timed.log == ["chunk", "chunk", "score"]
-
-
-async def test_a_pass_that_fails_ends_its_prompt_alone(timed: Timed) -> None:
-    timed.held_at[1] = Held()
-    async with timed.open():
-        long = timed.start(LONG)
-        async with timed.held_in(1, meanwhile=1):
-            timed.script.fail = RuntimeError("no memory")
-            short = timed.start("a")
-        with pytest.raises(RuntimeError, match="no memory"):
-            await long
-        await asyncio.wait([short])
-        timed.script.fail = None
-        assert logits(await timed.answer(LONG)) == timed.logits(LONG)
-        assert timed.engine._queue.reading == []
-
-
 @pytest.mark.parametrize(("text", "kind"), [("a", Kind.PROMPT), (LONG, Kind.LONG)])
 @pytest.mark.parametrize("options", [{}, {"sampling": Sampling(max_tokens=1)}])
-async def test_the_time_of_a_pass_that_fails_was_given_all_the_same(
+async def test_a_pass_that_fails_ends_its_prompt_alone_and_its_time_was_given_all_the_same(
     timed: Timed, text: str, kind: Kind, options: dict[str, Any]
 ) -> None:
     timed.script.fail = RuntimeError("no memory")
@@ -200,18 +167,24 @@ async def test_the_time_of_a_pass_that_fails_was_given_all_the_same(
         with pytest.raises(RuntimeError, match="no memory"):
             await timed.start(text, turn=Turn("caller"), **options)
         assert timed.engine._queue._shares.given("caller", kind) == (1.0, 1.0)
+        timed.script.fail = None
+        assert logits(await timed.answer(text)) == timed.logits(text)
+        assert timed.engine._queue.reading == []
 
 
-async def test_closing_ends_a_prompt_between_two_passes(timed: Timed) -> None:
+@pytest.mark.parametrize("text", ["a", LONG])
+async def test_closing_ends_what_was_begun_and_refuses_more(timed: Timed, text: str) -> None:
+    """Between two steps of an answer, or two passes over a prompt."""
     timed.held_at[1] = Held()
     async with timed.open():
-        long = timed.start(LONG, sampling=Sampling())
+        begun = timed.start(text, sampling=Sampling(max_tokens=300))
         async with timed.held_in(1):
             closing = asyncio.create_task(asyncio.to_thread(timed.engine.close))
-            await until(lambda: not timed.engine.alive)
+            await until_on_loop(lambda: not timed.engine.alive)
         await closing
-        with pytest.raises(EngineError):
-            await long
+        for work in (begun, timed.answer("b")):
+            with pytest.raises(EngineError):
+                await work
 
 
 async def test_decoding_holds_the_engine_for_a_quantum_beside_a_waiting_prompt(
