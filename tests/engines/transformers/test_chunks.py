@@ -20,7 +20,7 @@ from service.engines.transformers.decoding import KvContinuation
 from service.engines.transformers.hooks import PassCost, chunks, pad
 from service.errors import NonFiniteReadout, PromptTooLong
 from tests.engines import tiny
-from tests.engines.test_families import MORE, UNKNOWN
+from tests.engines.test_families import EVERY
 from tests.engines.transformers.test_decoding import decoded
 
 # tokens of a pass, and of the prompts: windows are shorter, and passes are not alike
@@ -101,7 +101,7 @@ def result_of(passes: Iterator[Any], count: int, *, more: bool = False) -> Any:
     return result
 
 
-@pytest.mark.parametrize("name", [*tiny.ALL, *MORE, UNKNOWN])
+@pytest.mark.parametrize("name", EVERY)
 def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
     """Two prompts in turn, with the probes of a bundle and of its context, at every site that the
     family has."""

@@ -15,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engines.base import BatchEngine, EngineOptions, Sampling
+from service.engines.families import family_of
 from service.engines.transformers.engine import TransformersEngine
 from service.engines.transformers.hooks import Prefix, micro_batches
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Site
 from service.risk import truth_logits
 from tests.engines import tiny
+from tests.engines.test_families import EVERY
 from tests.engines.transformers.test_decoding import KINDS, check_trace, decoded, reference
 from tests.matching import Held
 
@@ -32,36 +34,24 @@ def hooks_of(model: Any) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-@pytest.mark.parametrize("name", tiny.ALL)
-def test_score_equals_the_formula_on_single_prompt_activations(name: str):
+@pytest.mark.parametrize("name", EVERY)
+def test_prompts_together_are_read_as_the_formula_says_of_each_alone(name: str):
     engine: BatchEngine = tiny.shared_engine(name, 60)
-    shape = engine.identity.geometry
-    probes = [
-        tiny.probes(shape, Site.ATTENTION_HEAD, 1),
-        tiny.probes(shape, Site.RESIDUAL_STREAM, 2, scaled=True),
-        tiny.probes(shape, Site.ATTENTION_HEAD, 3, scaled=True),
-    ]
+    shape, sites = engine.identity.geometry, family_of(tiny.modules(engine).model.config).sites
+    probes = [tiny.probes(shape, site, seed, scaled=seed > 1) for site in sites for seed in (1, 2)]
     prompts = tiny.prompts(LENGTHS)
-    onsets = engine.score(prompts, probes)
+    rows, onsets = engine.extract(prompts, sites).activations, engine.score(prompts, probes)
     assert [onset.prompt_tokens for onset in onsets] == LENGTHS
-    for prompt, onset in zip(prompts, onsets, strict=True):
-        activations = engine.extract([prompt], list(Site)).activations
+    for number, (prompt, onset) in enumerate(zip(prompts, onsets, strict=True)):
+        alone = engine.extract([prompt], sites).activations
         assert onset.first_token is None
-        assert len(onset.trajectories) == 3
+        for site in sites:
+            np.testing.assert_allclose(rows[site][number], alone[site][0], rtol=1e-4, atol=1e-5)
         for probe, trajectory in zip(probes, onset.trajectories, strict=True):
-            readout = shape.select(activations[probe.site][0], probe.head, probe.site)
+            readout = shape.select(alone[probe.site][0], probe.head, probe.site)
             expected = truth_logits(readout, probe.direction, probe.bias, probe.scale)
             assert trajectory.dtype == np.float64
             np.testing.assert_allclose(trajectory, expected, rtol=0, atol=1e-5)
-
-
-def test_longrope_prompts_keep_their_own_frequencies_beside_long_ones() -> None:
-    engine = tiny.longrope_engine()
-    prompts, probes = tiny.prompts([5, 40]), tiny.probes_of(engine)
-    [together, _], [alone] = (
-        tiny.trajectories(engine, some, probes) for some in (prompts, prompts[:1])
-    )
-    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
@@ -289,7 +279,8 @@ def chatting(family: str = "llama", model: Any = None) -> TransformersEngine:
 
 def chats(made: TransformersEngine) -> list[list[int]]:
     rendered = [made.render_chat([{"role": "user", "content": content}]) for content in CONTENTS]
-    return [*rendered, made.tokenize("no chat"), list(made._prefix.tokens) or rendered[0][:9]]
+    texts = "no chat", "no chat, and longer than the shorter ones of the chats"
+    return [*rendered, *map(made.tokenize, texts), [*made._prefix.tokens] or rendered[0][:9]]
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -308,6 +299,9 @@ def test_numbers_and_answers_are_those_of_whole_prompts(family: str) -> None:
     for prompt, continuation in zip(prompts, ours.begin(prompts, [probe]), strict=True):
         answer = decoded(continuation, Sampling(max_tokens=8)).token_ids
         assert list(answer) == reference(ours, prompt, 8)
+    traced = ours.sample(prompts, Sampling(max_tokens=4), [[0]] * len(prompts))
+    for prompt, (trace,) in zip(prompts, traced, strict=True):
+        check_trace(ours, prompt, trace)
 
 
 def newer(self: Any, cache: Any = None, **rest: Any) -> Any:
@@ -359,15 +353,3 @@ def test_the_beginning_is_run_once() -> None:
     for template in (None, without):
         tokenizer = tiny.tokenizer(template=template)
         assert TransformersEngine(tiny.model("llama"), tokenizer)._prefix.tokens == ()
-
-
-@pytest.mark.parametrize(("family", "tokens"), [("llama", 4), ("mistral", 1)])
-def test_traces_of_chats_and_texts_together_are_each_its_own(family: str, tokens: int) -> None:
-    made = chatting(family)
-    prompts = [
-        *chats(made),
-        made.tokenize("no chat, and longer than the shorter ones of the chats"),
-    ]
-    traced = made.sample(prompts, Sampling(max_tokens=tokens), [[0]] * len(prompts))
-    for prompt, (answer,) in zip(prompts, traced, strict=True):
-        check_trace(made, prompt, answer)

@@ -17,28 +17,22 @@ import pytest
 from prometheus_client import REGISTRY
 
 from probes_store.records import Applicability
-from service.api.tools_schema import Function, offered
 from service.demo import MODEL_DIR
 from service.engines.base import Engine, EngineOptions, Sampling
 from service.engines.formats import Format
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
-from service.policies.guard import GATE, Policy
+from service.policies.guard import GATE
 from service.readout import Probes, Site
-from service.scoring import RiskReport, Scorer
+from service.scoring import Scorer
 from tests.engines import tiny
-from tests.engines.tool_template import FORCED
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.kit.bundles import write_bundle
-from tests.matching import SMALL_TALK, matching_bundle, matching_draft, with_context
+from tests.matching import SMALL_TALK, matching_draft, with_context
 from tests.running import until
 
 vllm_or_skip()
 
-from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
-
-import service.engines.vllm.engine as engine_module  # noqa: E402
-from service.engines.vllm.client import parameters_for  # noqa: E402
 from service.engines.vllm.engine import VllmEngine  # noqa: E402
 from tests.engines.vllm.asking import updates, wait  # noqa: E402
 
@@ -265,37 +259,6 @@ def test_a_seeded_answer_is_the_same_in_however_many_parts_its_prompt_was_read(
             engine.generate([PROMPTS[3]], Sampling(max_tokens=8, temperature=1.0, seed=seed + 1))
             != alone[3:4]
         )
-
-
-@pytest.mark.parametrize("name", FORCED)
-def test_a_call_is_given_and_an_answer_is_not(
-    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """vLLM is made to write the text; everything else is as the server has it."""
-    (text, is_call), prompt = FORCED[name], PROMPTS[2]
-    scorer = Scorer(engine, matching_bundle(engine, tmp_path))
-    tools = offered([Function(name="find"), Function(name="add")])
-
-    def forcing(sampling: Sampling | None, directive: Any) -> Any:
-        parameters = parameters_for(sampling, directive)
-        parameters.structured_outputs = StructuredOutputsParams(choice=[text])
-        return parameters
-
-    monkeypatch.setattr(engine_module, "parameters_for", forcing)
-
-    async def run(policy: Policy) -> list[tuple[RiskReport, str]]:
-        asked = scorer.run(prompt, policy, Sampling(max_tokens=120), tools=tools)
-        return [(report, update.piece) async for report, update in asked]
-
-    steps = wait(engine, run(GATE.at(0.0)))
-    report, pieces = steps[-1][0], "".join(piece for _, piece in steps)
-    assert (report.tool_call, report.held, report.verdict.flagged) == (is_call, False, True)
-    assert (report.decision, pieces) == (("continue", text) if is_call else ("abstain", ""))
-    assert all(piece == "" for _, piece in steps[:-1])
-    before = engine.counters.decode_steps
-    [(report, piece)] = wait(engine, run(replace(GATE.at(0.0), tools="gate")))
-    assert (report.decision, report.tool_call, piece) == ("abstain", False, "")
-    assert engine.counters.decode_steps == before, "a call was decoded where the policy gates it"
 
 
 def test_a_consumer_that_leaves_ends_the_request(engine: VllmEngine, probes: list[Probes]) -> None:

@@ -22,13 +22,6 @@ def test_all_of_it_is_there_in_the_installed_version() -> None:
     assert touched.broken(touched.installed()) == []
 
 
-def test_the_page_has_the_list() -> None:
-    page = touched.DOCS.read_text(encoding="utf-8")
-    assert touched.between(page, touched.BEGIN, touched.END, touched.table()) == page, (
-        "run it with --write-docs"
-    )
-
-
 def test_what_the_worker_overrides_and_the_gate_replaces_is_listed() -> None:
     """Imports list themselves; methods are named once more in the list."""
     listed = {(point.path, name) for point in POINTS for name in (point.name, *point.has.split())}

@@ -1,12 +1,11 @@
 """What of vLLM's insides HalluTracer calls, replaces or reads, looked up in vLLM's sources without
 importing them.
 
-    python -m tests.engines.vllm.touch_points              # the installed version
-    python -m tests.engines.vllm.touch_points 0.33.0 # its wheel, which pip downloads; newest: the
-    newest python -m tests.engines.vllm.touch_points --write-docs
+    python -m tests.engines.vllm.touch_points          # the installed version
+    python -m tests.engines.vllm.touch_points 0.33.0   # its wheel, which pip downloads, or newest
 
-It says what broke, and ends with 1 if anything did.  ``touch_points.json`` has the list, and
-``touch_points.md`` the same as a table."""
+It says what broke, and ends with 1 if anything did.  ``touch_points.json`` has the list, a point a
+line, beside what our sources import; ``touch_points.md`` is the record for readers."""
 
 from __future__ import annotations
 
@@ -20,20 +19,15 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 OURS = ("service/engines/vllm", "service/vllm_plugin")
-DOCS = Path(__file__).with_suffix(".md")
-# A point a line; rows are known before a graph is chosen and runs: in V2 it is chosen by what was
-# gathered.
+# Rows are known before a graph is chosen and runs: in V2 it is chosen by what was gathered.
 LIST = Path(__file__).with_suffix(".json")
-BEGIN = "<!-- touch points: written by tests/engines/vllm/touch_points.py -->"
-END = "<!-- end of touch points -->"
-PACKAGES = {"", "config", "platforms", "v1/engine"}  # of vLLM's modules that are imported from
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 Read = Callable[[str], str | None]  # a path in the package -> its text
 
@@ -49,23 +43,6 @@ class Point:
     has: str = ""  # members of a class or names of a file
     order: Sequence[str] = ()  # texts of a function, in this order
     says: Sequence[str] = ()  # texts of a class or a file
-
-    def __str__(self) -> str:
-        if self.has:
-            members = ", ".join(f"`{name}`" for name in self.has.split())
-            return f"`{self.name}`: {members}" if self.name else members
-        if self.says or self.order:
-            texts = ", ".join(f"`{name.rstrip('(')}`" for name in self.says or self.order)
-            return (
-                f"`{self.name}` {'calls, in this order,' if self.order else 'with'} {texts}"
-                if self.name
-                else texts
-            )
-        return (
-            f"`{self.name}({', '.join(self.takes.replace('* ', '').split())})`"
-            if self.takes
-            else f"`{self.name}`"
-        )
 
 
 V1, V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
@@ -194,44 +171,6 @@ def broken(sources: Sources) -> list[str]:
     return problems
 
 
-def table() -> str:
-    """Return the list as ``touch_points.md`` has it: a row for each file of vLLM's."""
-    rows: dict[str, tuple[list[str], set[str]]] = {}
-    imports = [
-        (module.partition(".")[2].replace(".", "/"), f"`{name}`", ours)
-        for ours, module, name in imported()
-    ]
-    for path, text, ours in [(point.path, str(point), point.ours) for point in POINTS] + imports:
-        file = (
-            path
-            if path.endswith(".py")
-            else f"{path}/__init__.py".lstrip("/")
-            if path in PACKAGES
-            else f"{path}.py"
-        )
-        texts, files = rows.setdefault(file, ([], set()))
-        if not any(text.strip("`") in item for item in texts):
-            texts.append(text)
-        files.add(f"`{ours}`")
-    lines = [
-        f"| `{path}` | {'; '.join(texts)} | {', '.join(sorted(files))} |"
-        for path, (texts, files) in rows.items()
-    ]
-    return "\n".join(
-        ["| vLLM's file | what of it | in our |", "| --- | --- | --- |", *sorted(lines)]
-    )
-
-
-def between(text: str, begin: str, end: str, inner: str) -> str:
-    """Return ``text`` with ``inner`` between two lines.  Raises ValueError where they are not there
-    once, in order."""
-    before, begins, rest = text.partition(begin + "\n")
-    _, closed, after = rest.partition(end)
-    if not (begins and closed):
-        raise ValueError(f"no {begin} ... {end}")
-    return f"{before}{begin}\n{inner}\n{end}{after}"
-
-
 def in_folder(package: Path) -> Sources:
     """Return the sources of an unpacked vLLM, the folder that is named ``vllm``."""
 
@@ -283,18 +222,9 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("version", nargs="?", help="such as 0.33.0; newest; or a wheel's file")
-    parser.add_argument("--write-docs", action="store_true")
-    given = parser.parse_args(argv)
-    if given.write_docs:
-        DOCS.write_text(
-            between(DOCS.read_text(encoding="utf-8"), BEGIN, END, table()), encoding="utf-8"
-        )
-        return 0
-    if given.version:
-        with of_version(given.version) as sources:
-            problems = broken(sources)
-    else:
-        problems = broken(installed())
+    version = parser.parse_args(argv).version
+    with of_version(version) if version else nullcontext(installed()) as sources:
+        problems = broken(sources)
     count = len(POINTS) + len(list(imported()))
     print("\n".join([*problems, f"{len(problems)} of {count} touch points broke"]))
     return 1 if problems else 0
