@@ -118,10 +118,7 @@ def test_the_fingerprint_in_memory_follows_every_parameter():
     assert memory_fingerprint(tiny.model("llama").bfloat16()) != original
 
 
-def test_no_such_folder() -> None:
-    for name in ("/no/such/folder", "./nothing-here", "a/b/c"):
-        with pytest.raises(ModelLoadError, match="there is no folder"):
-            load(name)
+def test_a_hub_name_is_no_path() -> None:
     assert places.looks_like_path("")
     assert not places.looks_like_path("owner/model")
 
@@ -219,14 +216,26 @@ FOREIGN = [
 ]
 
 
+MARKED = [
+    (mark + b"{}", "begins with a byte order mark.*as UTF-8 without")
+    for mark in (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+]
+TEXTS = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 SHARDED = ["model.safetensors.index.json", "part-1.safetensors"]
 GGUF = ["model.gguf", "weights"]
 
 
-@pytest.mark.parametrize(("content", "words"), FOREIGN)
-@pytest.mark.parametrize("name", [*FILES, *SHARDED, *GGUF])
-def test_a_pointer_or_a_page_in_a_file_s_stead_is_named_before_it_is_parsed(
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (name, *foreign)
+        for names, contents in (((*FILES, *SHARDED, *GGUF), FOREIGN), (TEXTS, MARKED))
+        for name in names
+        for foreign in contents
+    ],
+)
+def test_what_is_not_what_its_name_says_is_named_before_it_is_parsed(
     folder: Path, name: str, content: bytes, words: str
 ) -> None:
     if name in SHARDED:
@@ -324,18 +333,27 @@ def test_a_folder_that_is_no_model_s_tells_what_to_name(
         checkpoint.check_folder(tmp_path)
 
 
+LIES_IN = "name the folder that it lies in, {folder}"
+
+
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("model", "words"),
     [
-        ("config.json", "name the folder that it lies in, {folder}"),
-        ("model.safetensors", "name the folder that it lies in, {folder}"),
-        ("rows.csv", "is neither a folder nor a GGUF file$"),
+        *((name, "there is no folder") for name in ("/no/such/folder", "./nothing-here", "a/b/c")),
+        ("{folder}/config.json", LIES_IN),
+        ("{folder}/model.safetensors", LIES_IN),
+        ("{folder}/rows.csv", "is neither a folder nor a GGUF file$"),
+        ("https://huggingface.co/acme/tiny-1.5B", "by its name, acme/tiny-1.5B$"),
+        ("https://hf.co/acme/tiny/tree/main", "by its name, acme/tiny$"),
+        ("hf://acme/tiny", "by its name, acme/tiny$"),
+        ("https://huggingface.co/acme/tiny/resolve/main/tiny.gguf", "download it first"),
+        ("s3://bucket/tiny", "download it first"),
     ],
 )
-def test_a_file_that_is_no_model_tells_what_to_name(folder: Path, name: str, words: str) -> None:
+def test_what_is_no_model_tells_what_to_name(folder: Path, model: str, words: str) -> None:
     (folder / "rows.csv").write_text("prompt")
     with pytest.raises(ModelLoadError, match=words.format(folder=folder)):
-        places.place_of(str(folder / name))
+        load(model.format(folder=folder))
 
 
 def test_weights_that_are_cut_short_or_none_are_named(folder: Path) -> None:
@@ -347,18 +365,6 @@ def test_weights_that_are_cut_short_or_none_are_named(folder: Path) -> None:
         part.write_bytes(content)
         with pytest.raises(ModelLoadError, match="weights in .*part-1.safetensors are cut short"):
             load(folder)
-
-
-@pytest.mark.parametrize("mark", [codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE])
-@pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-)
-def test_a_byte_order_mark_of_an_editor_is_named(folder: Path, name: str, mark: bytes) -> None:
-    file = folder / name
-    file.write_bytes(mark + (file.read_bytes() if file.exists() else b"{{ messages }}"))
-    with pytest.raises(ModelLoadError, match="byte order mark.*as UTF-8 without") as caught:
-        load(folder)
-    assert caught.value.message.startswith(f"{file} begins with")
 
 
 @pytest.mark.parametrize(
@@ -377,18 +383,3 @@ def test_what_a_library_tells_is_one_line(folder: Path, config: Any, words: str)
         load(folder)
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 500
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("https://huggingface.co/acme/tiny-1.5B", "by its name, acme/tiny-1.5B$"),
-        ("https://hf.co/acme/tiny/tree/main", "by its name, acme/tiny$"),
-        ("hf://acme/tiny", "by its name, acme/tiny$"),
-        ("https://huggingface.co/acme/tiny/resolve/main/tiny.gguf", "download it first"),
-        ("s3://bucket/tiny", "download it first"),
-    ],
-)
-def test_an_address_is_no_model_and_the_error_has_its_name(model: str, words: str) -> None:
-    with pytest.raises(ModelLoadError, match=words):
-        places.place_of(model)

@@ -386,19 +386,6 @@ def test_answers_are_known_from_their_onset_until_they_have_ended() -> None:
     assert (made.keeps, made.needs_pieces) == (True, False)
 
 
-def test_a_later_stage_adds_its_layers() -> None:
-    first, last = reader(), reader()
-    read = []
-    for number, made in enumerate((first, last)):
-        made.before(step(Directive(), Directive()))
-        read.append(forward(made, seed=number))
-    passed_on = first.after()
-    whole = last.after(passed_on)
-    assert passed_on is not None
-    assert whole is not None
-    assert torch.equal(whole, torch.cat(read))
-
-
 def test_a_step_copies_once_to_the_device_and_never_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -430,22 +430,6 @@ def test_no_whole_graph_runs_where_a_prompts_last_token_is_alone() -> None:
         second.hallutracer.plan = PLAN
 
 
-@pytest.mark.parametrize(
-    ("attribute", "mixin"), [("execute_model_state", "V1Reading"), ("req_states", "V2Reading")]
-)
-def test_a_runner_is_adopted_by_its_attributes(attribute: str, mixin: str) -> None:
-    class Runner:
-        pass
-
-    with pytest.raises(EngineError, match="Runner"):
-        worker.adopt(Runner(), SimpleNamespace())  # type: ignore[arg-type]
-    runner, shown = Runner(), []
-    runner.execute_model_state = None  # both have it
-    setattr(runner, attribute, None)
-    logits = torch.ones(2, 3)
-    runner.model = SimpleNamespace(compute_logits=lambda states: logits)
-    worker.adopt(runner, SimpleNamespace(observe_logits=shown.append))  # type: ignore[arg-type]
-    assert isinstance(runner, getattr(worker, mixin))
-    assert isinstance(runner, Runner)
-    assert runner.model.compute_logits(None) is logits
-    assert [id(rows) for rows in shown] == [id(logits)]
+def test_what_is_neither_of_vllms_runners_is_refused() -> None:
+    with pytest.raises(EngineError, match="SimpleNamespace is neither of vLLM's model runners"):
+        worker.adopt(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
