@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engines.base import BatchEngine, EngineOptions, Sampling
+from service.engines.base import EngineOptions, Sampling
 from service.engines.families import family_of
 from service.engines.transformers.engine import TransformersEngine
 from service.engines.transformers.hooks import Prefix, micro_batches
@@ -26,7 +26,6 @@ from tests.engines.test_families import EVERY
 from tests.engines.transformers.test_decoding import KINDS, check_trace, decoded, reference
 from tests.matching import Held
 
-CPU = torch.device("cpu")
 LENGTHS = [3, 20, 7, 20, 1, 33, 12, 7]
 
 
@@ -35,44 +34,35 @@ def hooks_of(model: Any) -> int:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_prompts_together_are_read_as_the_formula_says_of_each_alone(name: str):
-    engine: BatchEngine = tiny.shared_engine(name, 60)
-    shape, sites = engine.identity.geometry, family_of(tiny.modules(engine).model.config).sites
+def test_prompts_together_are_read_as_the_formula_and_the_models_logits_say_of_each(name: str):
+    engine = tiny.shared_engine(name, 60)
+    model, shape = tiny.modules(engine).model, engine.identity.geometry
+    prompts, sites = tiny.prompts(LENGTHS), family_of(model.config).sites
     probes = [tiny.probes(shape, site, seed, scaled=seed > 1) for site in sites for seed in (1, 2)]
-    prompts = tiny.prompts(LENGTHS)
-    rows, onsets = engine.extract(prompts, sites).activations, engine.score(prompts, probes)
-    assert [onset.prompt_tokens for onset in onsets] == LENGTHS
-    for number, (prompt, onset) in enumerate(zip(prompts, onsets, strict=True)):
+    extracted = engine.extract(prompts, sites)
+    both = (engine.score(prompts, probes, first_token=asked) for asked in (False, True))
+    for number, (prompt, plain, scored) in enumerate(zip(prompts, *both, strict=True)):
+        assert (plain.prompt_tokens, plain.first_token) == (len(prompt), None)
         alone = engine.extract([prompt], sites).activations
-        assert onset.first_token is None
         for site in sites:
-            np.testing.assert_allclose(rows[site][number], alone[site][0], rtol=1e-4, atol=1e-5)
-        for probe, trajectory in zip(probes, onset.trajectories, strict=True):
+            rows = extracted.activations[site][number], alone[site][0]
+            np.testing.assert_allclose(*rows, rtol=1e-4, atol=1e-5)
+        for probe, *trajectories in zip(
+            probes, plain.trajectories, scored.trajectories, strict=True
+        ):
             readout = shape.select(alone[probe.site][0], probe.head, probe.site)
             expected = truth_logits(readout, probe.direction, probe.bias, probe.scale)
-            assert trajectory.dtype == np.float64
-            np.testing.assert_allclose(trajectory, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", tiny.ALL)
-def test_first_token_equals_the_models_own_logits(name: str) -> None:
-    engine = tiny.shared_engine(name)
-    prompts = tiny.prompts([9, 17, 4])
-    probe = tiny.probes_of(engine)
-    scored = engine.score(prompts, [probe], first_token=True)
-    extracted = engine.extract(prompts, [Site.RESIDUAL_STREAM]).first_tokens
-    for prompt, result, same in zip(prompts, scored, extracted, strict=True):
+            for trajectory in trajectories:
+                assert trajectory.dtype == np.float64
+                np.testing.assert_allclose(trajectory, expected, rtol=0, atol=1e-5)
         with torch.no_grad():
-            logits = tiny.modules(engine).model(input_ids=torch.tensor([prompt])).logits[0, -1]
+            logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
         log_probabilities = torch.log_softmax(logits.double(), -1)
-        first = result.first_token
-        assert first.token == same.token == int(logits.argmax())
+        first = scored.first_token
+        assert first.token == extracted.first_tokens[number].token == int(logits.argmax())
         assert first.log_max_prob == pytest.approx(float(log_probabilities.max()), abs=1e-4)
         entropy = float(-(log_probabilities.exp() * log_probabilities).sum())
         assert first.entropy == pytest.approx(entropy, abs=1e-4)
-    with_tokens = np.stack([result.trajectories[0] for result in scored])
-    without = tiny.trajectories(engine, prompts, probe)
-    np.testing.assert_allclose(with_tokens, without, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
