@@ -4,7 +4,6 @@ Of many at once, chunked, preempted and cached: tests/parity."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -26,7 +25,6 @@ from tests.running import until
 vllm_or_skip()
 
 from service.engines.bridge import run_on  # noqa: E402
-from service.engines.vllm.client import MERGED, parameters_for  # noqa: E402
 from service.engines.vllm.engine import VllmEngine  # noqa: E402
 from tests.engines.vllm.asking import updates, wait  # noqa: E402
 
@@ -132,36 +130,6 @@ def test_a_reader_that_is_late_misses_nothing(
     np.testing.assert_allclose(
         received[0].prefill.trajectories[0], onset.trajectories[0], rtol=0, atol=CLOSE
     )
-
-
-def test_a_request_that_is_not_read_is_sent_nothing_more(
-    engine: VllmEngine, probes: dict[Site, list[Probes]]
-) -> None:
-    """Beside one that is."""
-
-    async def payloads(answer: Probes | None) -> list[Any]:
-        lease = await engine.lease(probes[Site.ATTENTION_HEAD][:1], answer_probes=answer)
-        try:
-            async with aclosing(
-                engine._outputs(PROMPT, parameters_for(MANY, lease.directive))
-            ) as outputs:
-                # One output may be of several steps, where this loop was late.
-                return [
-                    payload
-                    async for output in outputs
-                    for payload in (output.prompt_token_id_logprobs, *getattr(output, MERGED))
-                ]
-        finally:
-            lease.release()
-
-    async def both() -> list[list[Any]]:
-        return list(await asyncio.gather(payloads(None), payloads(probes[Site.ATTENTION_HEAD][1])))
-
-    unread, read = wait(engine, both())
-    assert [payload is None for payload in unread] == [False] + [True] * (len(unread) - 1)
-    assert unread[0].size == read[0].size == engine._plan.payload
-    assert {payload.size for payload in read[1:]} == {engine.identity.geometry.num_layers + 1}
-    assert len(read) == len(unread) > 10
 
 
 def test_an_answer_that_is_given_up_is_forgotten_at_once(

@@ -275,18 +275,6 @@ def test_a_consumer_that_leaves_ends_the_request(engine: VllmEngine, probes: lis
     wait(engine, given_up())
 
 
-def test_more_bundles_than_slots_are_refused_until_one_is_free(
-    engine: VllmEngine, probes: list[Probes]
-) -> None:
-    geometry = engine.identity.geometry
-    third = tiny.probes(geometry, Site.ATTENTION_HEAD, 9)
-    with pytest.raises(EngineError, match="attention_head.*additional-config"):
-        engine.score(PROMPTS[:1], [probes[0], probes[2], third])
-    [onset] = engine.score(PROMPTS[1:2], [third])  # replaces one that is not in use
-    [back] = engine.score(PROMPTS[1:2], [probes[0], probes[2]])
-    assert not np.array_equal(onset.trajectories[0], back.trajectories[0])
-
-
 def test_impossible_requests_are_refused_before_anything_runs(engine: VllmEngine) -> None:
     before = engine.counters.prefills
     for prompt, error in (
