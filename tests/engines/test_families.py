@@ -141,11 +141,10 @@ def test_a_new_site_is_a_name_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_geometry_counts_query_heads_and_takes_the_configs_head_dim_or_the_quotient() -> None:
-    wide = {"llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "mixtral", "qwen3_moe"}
-    for name in tiny.ALL:
-        shape = geometry(tiny.CONFIGS[name]())
+    for make in tiny.CONFIGS.values():
+        shape, asked = geometry(make()), make.keywords.get("text_config", make.keywords)
         assert (shape.num_layers, shape.num_heads, shape.hidden_size) == (3, 4, 32)
-        assert shape.head_dim == (16 if name in wide else 8)
+        assert shape.head_dim == asked.get("head_dim", 32 // 4)
     config = tiny.CONFIGS["mixtral"]()
     config.head_dim = None
     assert geometry(config).head_dim == 8

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager
+from contextlib import aclosing, closing
 from random import Random
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.engines import tiny
 
 pytestmark = pytest.mark.anyio
 FAILURES, CLIENTS = 1000, 40
-CHANCES = {"score": 0.5, "begin": 0.3, "pass": 0.3, "step": 0.6, "half": 0.4, "detokenize": 0.05}
+CHANCES = {"score": 0.5, "begin": 0.3, "pass": 0.3, "step": 0.5, "detokenize": 0.15}
 SAMPLING = Sampling(max_tokens=6)
 OVER = object()
 
@@ -29,70 +29,51 @@ class Injected(Exception):
 
 
 class Failing:
-    """Makes calls of an engine fail by chance, in or before some layer; ``counts`` them by what was
-    called."""
+    """Makes calls of an engine fail by chance, behind some layer or before any; ``counts`` them by
+    what was called.  A step that failed is run again by halves, which fail as often."""
 
     def __init__(self, engine: TransformersEngine) -> None:
-        self.engine = engine
+        self.engine: Any = engine
         self.counts = Counter[str]()
-        self._chance = Random(0)
-        self._layer = -1
-        self._on_half = False
+        self._chance, self._called, self._layer = Random(0), "", -1
         for layer, block in enumerate(tiny.modules(engine).blocks):
-            block.register_forward_hook(lambda *_, layer=layer: self._run(layer))
+            block.register_forward_hook(lambda *_, layer=layer: self._reached(layer))
 
     def begin(self) -> None:
         """From now on calls fail."""
-        engine: Any = self.engine
-        step = engine.step_together
-        chunks = engine.in_chunks
-        detokenize = engine.detokenize
-
-        def failing(what: str, work: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*given: Any, **options: Any) -> Any:
-                with self._at(what):
-                    return work(*given, **options)
-
-            return call
-
-        def stepped(rows: Sequence[Any]) -> None:
-            with self._at("half" if self._on_half else "step"):
-                self._on_half = len(rows) > 1  # what follows is a half, if this fails
-                step(rows)
-                self._on_half = False
+        engine = self.engine
+        for name, what in (("score", "score"), ("begin", "begin"), ("step_together", "step")):
+            setattr(engine, name, self._failing(what, getattr(engine, name)))
+        chunks, detokenize = engine.in_chunks, engine.detokenize
 
         def in_chunks(*given: Any, **options: Any) -> Iterator[Any]:
             with closing(chunks(*given, **options)) as passes:
-                read = failing("pass", lambda: next(passes, OVER))
+                read = self._failing("pass", lambda: next(passes, OVER))
                 while (item := read()) is not OVER:
                     yield item
 
         def detokenized(token_ids: Sequence[int]) -> str:
-            if self._chance.random() < CHANCES["detokenize"]:
-                self._fail("detokenize")
+            self._reached(0)  # before any layer
             return str(detokenize(token_ids))
 
-        engine.score = failing("score", engine.score)
-        engine.begin = failing("begin", engine.begin)
-        engine.step_together = stepped
         engine.in_chunks = in_chunks
-        engine.detokenize = detokenized
+        engine.detokenize = self._failing("detokenize", detokenized)
 
-    @contextmanager
-    def _at(self, what: str) -> Iterator[None]:
-        self._what = what
-        self._layer = self._chance.randrange(3) if self._chance.random() < CHANCES[what] else -1
-        yield
-        self._layer = -1
+    def _failing(self, what: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **options: Any) -> Any:
+            fails = self._chance.random() < CHANCES[what]
+            self._called, self._layer = what, self._chance.randrange(3) if fails else -1
+            result = work(*given, **options)
+            self._layer = -1
+            return result
 
-    def _run(self, layer: int) -> None:
+        return call
+
+    def _reached(self, layer: int) -> None:
         if layer == self._layer:
             self._layer = -1
-            self._fail(self._what)
-
-    def _fail(self, what: str) -> None:
-        self.counts[what] += 1
-        raise Injected(what)
+            self.counts[self._called] += 1
+            raise Injected(self._called)
 
 
 def checked(updates: Sequence[Update], answer: str | None) -> None:

@@ -97,9 +97,7 @@ def test_what_is_gone_is_named(path: str, was: str | None, becomes: str, words: 
     here = touched.installed()
     text = here.text(path)
     assert was is None or was in text
-    changed = Sources(
-        lambda name: here.text(name) if name != path else was and text.replace(was, becomes)
-    )
+    changed = Sources(here.package, {path: "" if was is None else text.replace(was, becomes)})
     of_points = [changed.broken(point) for point in POINTS if point.path == path]
     problems = [f"vllm/{path}: {problem}" for problem in of_points if problem]
     problems += [

@@ -80,18 +80,17 @@ def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
     assert sigmoid(CERTAIN) == 1.0
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({name: value} for name in GATED for value in ("x", [], {}, "nan", 1e400, -1, 2**80)),
-        {"slot": COLUMNS},
-        *({"gate": gate} for gate in ([0.0] * 4, [0.0] * 7, [[0.0]] * 8)),
-        {"end_token": None},
-        {"rows": True},
-        *({"probes": probes} for probes in ([[0]], [["a", "b"]], 3, [[10**30, "b"]])),
-    ],
-    ids=str,
-)
+WRONG = [
+    *({name: value} for name in GATED for value in ("x", [], {}, "nan", 1e400, -1, 2**80)),
+    {"slot": COLUMNS},
+    {"gate": [[0.0]] * 8},
+    {"end_token": None},
+    {"rows": True},
+    *({"probes": probes} for probes in ([[0]], [["a", "b"]], 3, [[10**30, "b"]])),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, object]) -> None:
     directive = Directive.decode({KEY: GATED | wrong}, replace(PLAN, activations=False))
     if directive is not None:
@@ -99,39 +98,42 @@ def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, obj
         assert not directive.activations
         assert directive.answer is None
         assert directive.gate is None or 0 <= (directive.end_token or 0) < 2**31
-    for missing in GATED:
-        Directive.decode(
-            {KEY: {name: value for name, value in GATED.items() if name != missing}}, PLAN
-        )
+    [name] = wrong
+    Directive.decode({KEY: {other: value for other, value in GATED.items() if other != name}}, PLAN)
+
+
+def with_number(name: str, position: int, value: object) -> dict[str, object]:
+    return {name: [*GATED[name][:position], value, *GATED[name][position + 1 :]]}
+
+
+NO_DIRECTIVES = [
+    *(
+        with_number(name, position, bad)
+        for name in ("context", "gate")
+        for position in range(len(GATED[name]))
+        for bad in (math.nan, math.inf, -math.inf, "nan", None, [], "x")
+    ),
+    *(
+        with_number("context", position, slot)
+        for position in range(3)
+        for slot in (-1, COLUMNS, 2**40, -(2**70), 1e300)
+    ),
+    *({"context": [0.0] * length} for length in (0, 9, 11)),
+    *({"gate": [0.0] * length} for length in (4, 7)),
+    *({"answer": [column, "a"]} for column in (-1, COLUMNS, 2**70, "x")),
+    *({"answer": answer} for answer in ([0], [0, "a", 1], "x", 1)),
+]
 
 
 def test_what_is_no_directive_of_this_plan_is_none() -> None:
-    def made_of(**changes: object) -> Directive | None:
-        return Directive.decode({KEY: GATED | changes}, PLAN)
-
     for extra_args in (None, {}, {"other": 1}, {KEY: None}, {KEY: "text"}):
         assert Directive.decode(extra_args, PLAN) is None
-    assert made_of() is not None
-    for bad in (math.nan, math.inf, -math.inf, "nan", None, [], "x"):
-        for name in ("context", "gate"):
-            for position in range(len(GATED[name])):
-                numbers = [*GATED[name]]
-                numbers[position] = bad
-                assert made_of(**{name: numbers}) is None, (name, position, bad)
-    for slot in (-1, COLUMNS, 2**40, -(2**70), 1e300):
-        for position in range(3):
-            assert (
-                made_of(context=[*NO_CONTEXT[:position], slot, *NO_CONTEXT[position + 1 :]]) is None
-            )
-    for answer in ([-1, "a"], [COLUMNS, "a"], [2**70, "a"], ["x", "a"], [0], [0, "a", 1], "x", 1):
-        assert made_of(answer=answer) is None
-    reads = GATED | {"answer": [1, "a"]}
-    assert Directive.decode({KEY: reads}, PLAN) is not None
-    assert (
-        Directive.decode({KEY: reads}, replace(PLAN, answers=False)) is None
-    )  # a plan that reads no answers
-    for length in (0, 9, 11):
-        assert made_of(context=[0.0] * length) is None
+    for change in NO_DIRECTIVES:
+        assert Directive.decode({KEY: GATED | change}, PLAN) is None, change
+    reads = {KEY: GATED | {"answer": [1, "a"]}}
+    assert Directive.decode({KEY: GATED}, PLAN) is not None
+    assert Directive.decode(reads, PLAN) is not None
+    assert Directive.decode(reads, replace(PLAN, answers=False)) is None, "it reads no answers"
 
 
 def test_a_payload_is_split_by_column_layer_and_site() -> None:

@@ -18,18 +18,18 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).parents[3]
 OURS = ("service/engines/vllm", "service/vllm_plugin")
 # Rows are known before a graph is chosen and runs: in V2 it is chosen by what was gathered.
 LIST = Path(__file__).with_suffix(".json")
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-Read = Callable[[str], str | None]  # a path in the package -> its text
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,19 @@ POINTS = [Point(**point) for point in json.loads(LIST.read_text(encoding="utf-8"
 
 
 class Sources:
-    """A version of vLLM: its files as text."""
+    """A version of vLLM: the files of its package as text, or ``changed`` ones in their stead."""
 
-    def __init__(self, read: Read) -> None:
-        self.text = cache(lambda path: read(path) or "")
+    def __init__(
+        self,
+        package: Path | zipfile.Path,
+        changed: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        def text(path: str) -> str:
+            file = package / path
+            there = path not in changed and file.is_file()
+            return file.read_text(encoding="utf-8") if there else changed.get(path, "")
+
+        self.package, self.text = package, cache(text)
         self.tree = cache(lambda path: ast.parse(self.text(path)))
         self.members = cache(members)  # of a node
 
@@ -171,15 +180,6 @@ def broken(sources: Sources) -> list[str]:
     return problems
 
 
-def in_folder(package: Path) -> Sources:
-    """Return the sources of an unpacked vLLM, the folder that is named ``vllm``."""
-
-    def read(path: str) -> str | None:
-        return (package / path).read_text(encoding="utf-8") if (package / path).is_file() else None
-
-    return Sources(read)
-
-
 @contextmanager
 def of_version(version: str) -> Iterator[Sources]:
     """The sources in a version's wheel, "newest": of the newest; or in a wheel that is here."""
@@ -187,26 +187,12 @@ def of_version(version: str) -> Iterator[Sources]:
         wheel = Path(version)
         if not wheel.is_file():
             wanted = "vllm" if version == "newest" else f"vllm=={version}"
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--only-binary",
-                ":all:",
-            ]
-            subprocess.run([*command, "--dest", folder, wanted], check=True)
+            download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            only_wheels = ["--only-binary", ":all:", "--dest", folder, wanted]
+            subprocess.run([*download, *only_wheels], check=True)
             [wheel] = Path(folder).glob("*.whl")
         print(wheel.name)
-        with zipfile.ZipFile(wheel) as files:
-            names = set(files.namelist())
-            yield Sources(
-                lambda path: (
-                    files.read(f"vllm/{path}").decode() if f"vllm/{path}" in names else None
-                )
-            )
+        yield Sources(zipfile.Path(wheel, "vllm/"))
 
 
 def installed() -> Sources:
@@ -214,7 +200,7 @@ def installed() -> Sources:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("vLLM is not installed; name a version")
-    return in_folder(Path(spec.submodule_search_locations[0]))
+    return Sources(Path(spec.submodule_search_locations[0]))
 
 
 def main(argv: Sequence[str]) -> int:
