@@ -17,11 +17,11 @@ from probes_store.bundle import Bundle, BundleDraft
 from probes_store.store import SHIPPED, Store
 from probes_store.tensors import Golden
 from service.engines.adapters import identity_with
-from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.policies.guard import OBSERVE
 from service.readout import Probes, Site
 from service.scoring import Scorer
+from tests.engines import tiny
 from tests.kit.bundles import write_bundle
 
 RANK, ALPHA = 4, 8
@@ -78,10 +78,8 @@ def save_merged(base: Path, adapter: Path, folder: Path) -> Path:
 def reference(base: Path, adapter: Path, merged: Path) -> TransformersEngine:
     """The embedded engine on the merged weights, under the identity of the model with the
     adapter."""
-    plain = TransformersEngine.load(EngineOptions(str(base), dtype="float32"))
-    engine = TransformersEngine.load(
-        EngineOptions(str(save_merged(base, adapter, merged)), dtype="float32")
-    )
+    plain = tiny.load_engine(base, dtype="float32")
+    engine = tiny.load_engine(save_merged(base, adapter, merged), dtype="float32")
     engine.identity = identity_with(plain.identity, adapter)
     return engine
 

@@ -16,7 +16,7 @@ from probes_store.errors import WrongModel
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
 from service.engines.adapters import CONFIG, WEIGHTS, digest_of
-from service.engines.base import EngineOptions, Sampling
+from service.engines.base import Sampling
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError
 from service.readout import Site
@@ -67,21 +67,19 @@ def test_what_is_no_adapter_is_refused_by_name(adapter: Path, tmp_path: Path) ->
         (changed(adapter, tmp_path / "ia3", peft_type="IA3"), "is not a LoRA adapter's"),
     ):
         with pytest.raises(ModelLoadError, match=words) as caught:
-            TransformersEngine.load(EngineOptions(str(MODEL_DIR), adapter=str(folder)))
+            tiny.load_engine(MODEL_DIR, adapter=str(folder))
         assert caught.value.param == "adapter"
     if importlib.util.find_spec("peft") is None:
         with pytest.raises(ModelLoadError, match=r"hallutracer\[lora\]"):
-            TransformersEngine.load(EngineOptions(str(MODEL_DIR), adapter=str(adapter)))
+            tiny.load_engine(MODEL_DIR, adapter=str(adapter))
 
 
 def test_the_embedded_engine_reads_the_model_with_its_adapter(
     adapter: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
-    engine = TransformersEngine.load(
-        EngineOptions(str(MODEL_DIR), dtype="float32", adapter=str(adapter))
-    )
-    plain = TransformersEngine.load(EngineOptions(str(MODEL_DIR), dtype="float32"))
+    engine = tiny.load_engine(MODEL_DIR, dtype="float32", adapter=str(adapter))
+    plain = tiny.load_engine(MODEL_DIR, dtype="float32")
     merged = lora.reference(MODEL_DIR, adapter, tmp_path / "merged")
     assert engine.identity == merged.identity
     prompts = [
@@ -114,4 +112,4 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -
     pytest.importorskip("peft")
     other = models.save("llama", tmp_path / "other")
     with pytest.raises(ModelLoadError, match="another model's|cannot be loaded"):
-        TransformersEngine.load(EngineOptions(str(other), adapter=str(adapter)))
+        tiny.load_engine(other, adapter=str(adapter))

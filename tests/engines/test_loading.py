@@ -6,6 +6,7 @@ import codecs
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,13 +18,17 @@ from safetensors.torch import load_file, save_file
 from transformers import modeling_utils
 
 from service.engines import checkpoint, loading, places, reading
-from service.engines.base import BatchEngine, EngineOptions
+from service.engines.base import BatchEngine
 from service.engines.checkpoint import folder_fingerprint
 from service.engines.loading import memory_fingerprint
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
 from service.readout import Site
 from tests.engines import tiny
+
+# What is wrong with a model, and the words that say so.
+TABLES = json.loads(Path(__file__).with_name("refused_models.json").read_text(encoding="utf-8"))
+load = partial(tiny.load_engine, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +42,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy"))
-
-
-def load(folder: Path | str, **options: Any) -> TransformersEngine:
-    return TransformersEngine.load(EngineOptions(model=str(folder), device="cpu", **options))
 
 
 def test_a_loaded_model_reads_what_the_one_in_memory_reads(saved: Path):
@@ -134,26 +135,16 @@ def test_a_hub_name_is_no_path() -> None:
 )
 def test_an_option_that_is_none_is_named(saved: Path, option: str, bad: Any) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        TransformersEngine.load(EngineOptions(str(saved), **{option: bad}))
+        tiny.load_engine(saved, **{option: bad})
     assert caught.value.param == option
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "cause"),
-    [
-        ("config.json", None, r"config\.json"),
-        ("model.safetensors", None, r"model\.safetensors"),
-        ("*token*", None, "tokenizer"),
-        ("tokenizer.json", None, "has no tokenizer; expected tokenizer.json"),
-        ("config.json", b"{", "configuration"),
-        ("model.safetensors", b"\x08\0\0\0\0\0\0\0notjson!", "weights"),
-    ],
-)
+@pytest.mark.parametrize(("file", "content", "cause"), TABLES["damaged"])
 def test_a_damaged_folder_is_refused_with_the_cause(
-    folder: Path, file: str, content: bytes | None, cause: str
+    folder: Path, file: str, content: str | None, cause: str
 ) -> None:
     for damaged in folder.glob(file):
-        damaged.unlink() if content is None else damaged.write_bytes(content)
+        damaged.unlink() if content is None else damaged.write_text(content)
     with pytest.raises(ModelLoadError, match=cause):
         load(folder)
 
@@ -172,7 +163,7 @@ def test_a_missing_parameter_is_not_filled_with_noise_and_a_family_without_heads
     )
     (folder / "model.safetensors").write_bytes(b"never read")
     with pytest.raises(UnknownFamily, match="'opt' is read at residual_stream only"):
-        TransformersEngine.load(EngineOptions(model=str(folder)), [Site.ATTENTION_HEAD])
+        tiny.load_engine(folder, [Site.ATTENTION_HEAD])
 
 
 def test_out_of_memory_is_told_apart(saved: Path, monkeypatch: pytest.MonkeyPatch):
@@ -308,19 +299,7 @@ def test_an_index_that_names_no_files_is_refused(folder: Path, content: Any) -> 
         checkpoint.check_folder(folder)
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ("adapter_config.json adapter_model.safetensors", "holds an adapter: name the model that"),
-        ("odd.Q4_K_M.GGUF README.md", "it holds odd.Q4_K_M.GGUF: name that file"),
-        ("inner/config.json", "name the folder below it, .*/inner"),
-        ("snapshots/abc/config.json refs/main", "name one of its commits, as .*/snapshots/abc"),
-        ("consolidated.safetensors params.json", "consolidated.safetensors, and a file of that"),
-        ("README.md", "it is not a transformers model folder$"),
-        ("config.json model-1.safetensors", "has no weights.*model-1.safetensors, and a file of"),
-        ("config.json model-1.safetensors model-2.safetensors", "download the index that names"),
-    ],
-)
+@pytest.mark.parametrize(("files", "words"), TABLES["folders"])
 def test_a_folder_that_is_no_model_s_tells_what_to_name(
     tmp_path: Path, files: str, words: str
 ) -> None:
@@ -333,23 +312,7 @@ def test_a_folder_that_is_no_model_s_tells_what_to_name(
         checkpoint.check_folder(tmp_path)
 
 
-LIES_IN = "name the folder that it lies in, {folder}"
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        *((name, "there is no folder") for name in ("/no/such/folder", "./nothing-here", "a/b/c")),
-        ("{folder}/config.json", LIES_IN),
-        ("{folder}/model.safetensors", LIES_IN),
-        ("{folder}/rows.csv", "is neither a folder nor a GGUF file$"),
-        ("https://huggingface.co/acme/tiny-1.5B", "by its name, acme/tiny-1.5B$"),
-        ("https://hf.co/acme/tiny/tree/main", "by its name, acme/tiny$"),
-        ("hf://acme/tiny", "by its name, acme/tiny$"),
-        ("https://huggingface.co/acme/tiny/resolve/main/tiny.gguf", "download it first"),
-        ("s3://bucket/tiny", "download it first"),
-    ],
-)
+@pytest.mark.parametrize(("model", "words"), TABLES["models"])
 def test_what_is_no_model_tells_what_to_name(folder: Path, model: str, words: str) -> None:
     (folder / "rows.csv").write_text("prompt")
     with pytest.raises(ModelLoadError, match=words.format(folder=folder)):

@@ -140,6 +140,13 @@ def engine(family: str = "llama", **options: Any) -> TransformersEngine:
     )
 
 
+def load_engine(
+    model: Path | str, sites: Sequence[Site] = (), **options: Any
+) -> TransformersEngine:
+    """The embedded engine of a model on disk; options as in EngineOptions."""
+    return TransformersEngine.load(EngineOptions(str(model), **options), sites)
+
+
 @cache
 def shared_engine(family: str, max_batch_tokens: int = 8192) -> TransformersEngine:
     """One engine for tests that neither count nor close."""

@@ -57,7 +57,7 @@ def engine(folder: Path) -> Iterator[VllmEngine]:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> TransformersEngine:
-    return TransformersEngine.load(EngineOptions(str(folder), dtype="float32"))
+    return tiny.load_engine(folder, dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def engine() -> Iterator[VllmEngine]:
 
 @pytest.fixture(scope="module")
 def reference() -> TransformersEngine:
-    return TransformersEngine.load(EngineOptions(model=str(MODEL_DIR), dtype="float32"))
+    return tiny.load_engine(MODEL_DIR, dtype="float32")
 
 
 @pytest.fixture(scope="module")
