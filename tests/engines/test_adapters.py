@@ -17,7 +17,6 @@ from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
 from service.engines.adapters import CONFIG, WEIGHTS, digest_of
 from service.engines.base import Sampling
-from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError
 from service.readout import Site
 from service.scoring import Scorer
@@ -88,10 +87,9 @@ def test_the_embedded_engine_reads_the_model_with_its_adapter(
     ]
     probes = [tiny.probes_of(engine, site, 3) for site in Site]
 
-    def read(reader: TransformersEngine) -> Any:
-        return np.array([result.trajectories for result in reader.score(prompts, probes)])
-
-    adapted, wanted, without = map(read, (engine, merged, plain))
+    adapted, wanted, without = (
+        tiny.logits(each, prompts, probes) for each in (engine, merged, plain)
+    )
     size = np.abs(wanted).max()
     assert np.abs(adapted - wanted).max() < 1e-5 * max(size, 1.0)
     assert np.abs(adapted - without).max() > 1e-2 * size

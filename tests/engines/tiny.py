@@ -236,9 +236,14 @@ def gate(
     return EngineGate((*weight, *unread), intercept, threshold, context)
 
 
+def logits(engine: Any, prompts: Any, probes: Sequence[Probes]) -> NDArray[np.float64]:
+    """Truth logits [prompts, probes, m]."""
+    return np.array([result.trajectories for result in engine.score(prompts, probes)])
+
+
 def trajectories(engine: Any, prompts: Sequence[list[int]], probes: Probes) -> NDArray[np.float64]:
     """Truth logits [prompts, m] of these probes."""
-    return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
+    return logits(engine, prompts, [probes])[:, 0]
 
 
 def check_same(
@@ -248,6 +253,7 @@ def check_same(
     tokens: bool,
     rtol: float = 1e-5,
     atol: float = 1e-5,
+    first_atol: float = 1e-5,
 ) -> None:
     """Two readings of one prompt are alike, with first tokens where ``tokens`` says so."""
     assert result.prompt_tokens == expected.prompt_tokens
@@ -255,13 +261,13 @@ def check_same(
         np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
     assert (result.first_token is not None) == tokens
     if tokens:
-        check_first(result.first_token, expected.first_token)
+        check_first(result.first_token, expected.first_token, first_atol)
 
 
-def check_first(first: FirstToken | None, expected: FirstToken | None) -> None:
+def check_first(first: FirstToken | None, expected: FirstToken | None, atol: float = 1e-5) -> None:
     """Two distributions of a prompt's first token are alike."""
     assert first is not None
     assert expected is not None
     assert first.token == expected.token
-    assert first.log_max_prob == pytest.approx(expected.log_max_prob, abs=1e-5)
-    assert first.entropy == pytest.approx(expected.entropy, abs=1e-5)
+    assert first.log_max_prob == pytest.approx(expected.log_max_prob, abs=atol)
+    assert first.entropy == pytest.approx(expected.entropy, abs=atol)
