@@ -181,8 +181,8 @@ class Bench:
 
     def logits(self, text: str, probe: Probes | None = None) -> list[float]:
         """The prompt's truth logits alone."""
-        (result,) = ScriptedEngine().score([self.script.tokenize(text)], [probe or self.probe])
-        return result.trajectories[0].tolist()
+        prompt = self.script.tokenize(text)
+        return tiny.trajectories(ScriptedEngine(), [prompt], probe or self.probe)[0].tolist()
 
 
 @pytest.fixture
@@ -348,24 +348,22 @@ async def test_synchronous_calls_and_scores_run_between_the_turns_of_a_long_answ
     """As a reload's golden prompts do, while prompts are being served."""
     bench.script.answer = "x" * 400
     threads: set[int] = set()
+    prompts = [bench.script.tokenize(text) for text in "ab"]
     async with bench.open():
+        engine, elsewhere = bench.engine, asyncio.to_thread
         bench.script.sleep_s = 0.002
         bench.script.before = lambda _: threads.add(threading.get_ident())
         answer = bench.start("long", sampling=Sampling(max_tokens=400))
         for n in range(5):
             await bench.answer(f"score {n}")
-        prompts = [bench.script.tokenize("a"), bench.script.tokenize("b")]
-        results = await asyncio.to_thread(bench.engine.score, prompts, [bench.probe])
-        read = [result.trajectories[0].tolist() for result in results]
-        assert read == [bench.logits("a"), bench.logits("b")]
-        extraction = await asyncio.to_thread(bench.engine.extract, prompts, [bench.probe.site])
+        read = await elsewhere(tiny.trajectories, engine, prompts, bench.probe)
+        assert read.tolist() == [bench.logits("a"), bench.logits("b")]
+        extraction = await elsewhere(engine.extract, prompts, [bench.probe.site])
         assert len(extraction.first_tokens) == 2
-        (completion,) = await asyncio.to_thread(
-            bench.engine.generate, prompts[:1], Sampling(max_tokens=3)
-        )
+        (completion,) = await elsewhere(engine.generate, prompts[:1], Sampling(max_tokens=3))
         assert completion.text == "xxx"
         with pytest.raises(RequestError):
-            await asyncio.to_thread(bench.engine.score, [[999]], [bench.probe])
+            await elsewhere(engine.score, [[999]], [bench.probe])
         assert not answer.done()
         assert len(threads) == 1  # the engine's
         answer.cancel()

@@ -3,6 +3,7 @@ of a text at once."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,22 @@ def test_answers_that_write_together_are_each_read_by_their_own_probes(name: str
     plain = engine.generate(prompts, Sampling(max_tokens=9))
     scaled, unscaled = tiny.probes_of(engine, scaled=True), tiny.probes_of(engine, seed=5)
     read_by = [scaled, None, unscaled, scaled, unscaled, None]
-    continuations = engine.begin(prompts, [])
-    for continuation, probes in zip(continuations, read_by, strict=True):
+    scored = engine.score(prompts, [scaled], first_token=True)
+    counters, before = engine.counters, replace(engine.counters)
+    continuations = engine.begin(prompts, [scaled])
+    assert counters.open_continuations == len(prompts)
+    for continuation, onset, probes in zip(continuations, scored, read_by, strict=True):
+        tiny.check_same(continuation.prefill, onset, tokens=True, atol=1e-6)
         continuation.answer_probes = probes
     streams = [continuation.decode(Sampling(max_tokens=9)) for continuation in continuations]
     assert [continuation.reading for continuation in continuations] == [None] * len(prompts)
     tiny.come_and_go(engine, continuations, streams)
     assert [continuation.completion for continuation in continuations] == plain
+    # The first token comes from the prefill, and none is run twice.
+    steps = sum(len(completion.token_ids) for completion in plain) - len(prompts)
+    assert counters.decode_steps - before.decode_steps == steps
+    assert counters.forward_tokens - before.forward_tokens == sum(LENGTHS) + steps
+    assert counters.open_continuations == 0
     for prompt, continuation, probes in zip(prompts, continuations, read_by, strict=True):
         if probes is None:
             assert continuation.reading is None

@@ -3,10 +3,12 @@ the model's own."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,27 +138,6 @@ def decoded(continuation: Continuation, sampling: Sampling = FIFTY, *rest: Any) 
     return continuation.completion
 
 
-@pytest.mark.parametrize("name", [*KINDS[:3], "qwen3"])
-def test_greedy_answers_are_the_models_own_and_no_token_is_run_twice(name: str) -> None:
-    """While others come and go; one after the other: test_score.py."""
-    engine: Any = tiny.engine(name)
-    prompts, counters, sampling = tiny.prompts(LENGTHS), engine.counters, Sampling(max_tokens=14)
-    probes = [tiny.probes_of(engine)]
-    scored = engine.score(prompts, probes, first_token=True)
-    continuations = engine.begin(prompts, probes)
-    tokens = 2 * sum(LENGTHS)
-    assert (counters.forward_tokens, counters.open_continuations) == (tokens, len(LENGTHS))
-    for onset, continuation in zip(scored, continuations, strict=True):
-        tiny.check_same(continuation.prefill, onset, tokens=True, atol=1e-6)
-    streams = [continuation.decode(sampling) for continuation in continuations]
-    tiny.come_and_go(engine, continuations, streams)
-    answers = [list(continuation.completion.token_ids) for continuation in continuations]
-    assert answers == [reference(engine, prompt, 14) for prompt in prompts]
-    steps = sum(map(len, answers)) - len(prompts)  # the first token comes from the prefill
-    assert (counters.decode_steps, counters.forward_tokens) == (steps, tokens + steps)
-    assert counters.open_continuations == 0
-
-
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])
 def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str) -> None:
     engine = tiny.engine(name)
@@ -184,22 +165,6 @@ def test_each_continuation_has_its_own_memory() -> None:
     assert short.shape[-2] == 5
 
 
-def test_cancelling_stops_before_the_next_step() -> None:
-    engine = tiny.engine("llama")
-    checks: list[int] = []
-
-    def cancelled() -> bool:
-        checks.append(engine.counters.decode_steps)
-        return len(checks) > 3
-
-    completion = decoded(engine.begin(tiny.prompts([8]), [])[0], Sampling(max_tokens=50), cancelled)
-    assert (
-        engine.counters.decode_steps == 2
-    )  # tokens 2 and 3; the first was free, the fourth never ran
-    assert (completion.finish_reason, len(completion.token_ids)) == ("cancelled", 3)
-    assert engine.counters.open_continuations == 0
-
-
 def test_an_answer_ends_at_its_time_and_where_the_context_is_full() -> None:
     engine = tiny.engine("gpt2")
     prompts, sampling = tiny.prompts([8, tiny.CONTEXT - 3, tiny.CONTEXT]), Sampling(max_tokens=20)
@@ -214,19 +179,23 @@ def test_an_answer_ends_at_its_time_and_where_the_context_is_full() -> None:
     assert engine.counters.open_continuations == 0
 
 
-@pytest.mark.parametrize("what", ["iterator", "continuation"])
-def test_closing_ends_the_answer_and_frees_the_cache(what: str) -> None:
-    engine = tiny.engine("llama")
-    continuation = engine.begin(tiny.prompts([8]), [])[0]
-    stream: Any = continuation.decode(Sampling(max_tokens=50))
-    list(islice(stream, 1))
-    steps = engine.counters.decode_steps
-    (stream if what == "iterator" else continuation).close()
+@pytest.mark.parametrize("way", ["cancelled", "iterator", "continuation"])
+def test_an_answer_that_is_left_ends_before_its_next_step_and_frees_the_cache(way: str) -> None:
+    engine, left = tiny.engine("llama"), list[str]()
+    [continuation] = engine.begin(tiny.prompts([8]), [])
+    stream: Any = continuation.decode(FIFTY, lambda: bool(left))
+    list(islice(stream, 3))
+    if way == "cancelled":
+        left.append(way)
+    else:
+        (stream if way == "iterator" else continuation).close()
     assert (list(stream), continuation.cache) == ([], None)
-    assert continuation.completion is not None
-    assert continuation.completion.finish_reason == "cancelled"
+    completion = continuation.completion
+    assert completion is not None
+    assert (completion.finish_reason, len(completion.token_ids)) == ("cancelled", 3)
     continuation.close()
-    assert (engine.counters.open_continuations, engine.counters.decode_steps) == (0, steps)
+    # The first token was free, the fourth never ran.
+    assert (engine.counters.open_continuations, engine.counters.decode_steps) == (0, 2)
 
 
 def test_a_continuation_is_decoded_once_and_not_after_close() -> None:
@@ -331,33 +300,20 @@ def test_answers_of_mixed_lengths_come_from_one_prefill_with_the_readouts(name: 
         tiny.check_first(first, same)
 
 
-@pytest.mark.parametrize(
-    ("generation", "own", "ends"),
-    [
-        ([7, 8], 5, {7, 8}),
-        (7, 5, {7}),
-        (None, 5, {5}),
-        (None, None, set[int]()),
-        ((7,), 5, {7}),
-        (0, 5, {0}),
-        # What a file may hold, and what says nothing of where an answer ends: then the model's own
-        # config does.
-        *((named, 5, {5}) for named in ([], -1, "</s>", True, float("inf"), {"eos": 7})),
-        ([-1], [5, 6], {5, 6}),
-        ([None, 7], 5, {7}),
-        ([[7], 8], 5, {8}),
-        (7.0, 5, {7}),
-        ([], [], set[int]()),
-    ],
-)
+# The generation config's tokens, the model's own, and which end an answer: where the first says
+# nothing of that, whatever it holds, the other does.
+END_TOKENS = json.loads(Path(__file__).with_name("end_tokens.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("generation", "own", "ends"), [*END_TOKENS, ((7,), 5, [7])])
 def test_an_answer_ends_where_the_first_config_that_names_a_token_says(
-    generation: Any, own: Any, ends: set[int]
+    generation: Any, own: Any, ends: list[int]
 ) -> None:
     model = SimpleNamespace(
         generation_config=SimpleNamespace(eos_token_id=generation),
         config=SimpleNamespace(eos_token_id=own),
     )
-    assert hooks.end_tokens(model) == ends
+    assert hooks.end_tokens(model) == {*ends}
 
 
 def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
