@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.engines.transformers.test_decoding import decoded
 MOST, LENGTHS = 20, (83, 61)
 WHOLE = {"bamba", "jamba"}
 EQUAL = PassCost(math.inf)
+OVER = object()
 
 
 @pytest.mark.parametrize(
@@ -113,12 +115,10 @@ def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
     count = [1, 1] if name in WHOLE else [5, 4]
     for options in ({}, {"first_token": True}, {"kept": True}):
         both = [engine.in_chunks(prompt, probes, **options) for prompt in prompts]
-        items: list[list[Any]] = [[], []]
-        for _ in range(max(LENGTHS)):
-            for own, passes in zip(items, both, strict=True):
-                own += [item for item in (next(passes, "over"),) if item != "over"]
-        for prompt, own, whole, many in zip(prompts, items, expected, count, strict=True):
-            result = result_of(iter(own), many, more=name not in WHOLE)
+        items = zip(*zip_longest(*both, fillvalue=OVER), strict=True)
+        for prompt, passes, whole, many in zip(prompts, items, expected, count, strict=True):
+            given = (item for item in passes if item is not OVER)
+            result = result_of(given, many, more=name not in WHOLE)
             if not options.get("kept"):
                 tiny.check_same(result, whole, tokens=bool(options))
                 continue

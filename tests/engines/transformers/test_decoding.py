@@ -338,18 +338,14 @@ def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
     assert counters.forward_tokens == sum(map(len, prompts)) + steps
 
 
-def test_answers_do_not_depend_on_batch_mates() -> None:
-    sampled = Sampling(max_tokens=10, temperature=1.2, top_p=0.9, seed=7)
-    for engine, lengths, sampling in (
-        (tiny.shared_engine("llama"), [4, 9, 15], sampled),
-        (tiny.longrope_engine(), [5, 30, 20], Sampling(max_tokens=16)),
-    ):
-        prompts = tiny.prompts(lengths)
-        together = engine.generate(prompts, sampling)
-        assert together == [engine.generate([prompt], sampling)[0] for prompt in prompts]
-        assert sampling is not sampled or together != engine.generate(
-            prompts, replace(sampled, seed=8)
-        )
+def test_longrope_prompts_and_answers_keep_their_own_frequencies_beside_long_ones() -> None:
+    engine, sampling = tiny.longrope_engine(), Sampling(max_tokens=16)
+    prompts, probes = tiny.prompts([5, 30, 20]), [tiny.probes_of(engine)]
+    answers = engine.generate(prompts, sampling)
+    for prompt, onset, answer in zip(prompts, engine.score(prompts, probes), answers, strict=True):
+        [alone] = engine.score([prompt], probes)
+        tiny.check_same(onset, alone, tokens=False, rtol=0, atol=1e-6)
+        assert engine.generate([prompt], sampling) == [answer]
 
 
 def test_stop_strings_end_the_answer_before_themselves() -> None:

@@ -34,7 +34,7 @@ from service.risk import risk
 from tests.engines import tiny
 from tests.kit.bundles import APPLICABILITY, CONTEXT
 
-GEOMETRY = Geometry(num_layers=2, num_heads=2, head_dim=2, hidden_size=4)
+GEOMETRY = Geometry(num_layers=2, num_heads=2, head_dim=2, hidden_size=6)
 SLOTS, TOKENS, VOCABULARY = 2, 10, 11
 CPU = torch.device("cpu")
 OURS = Directive()
@@ -244,6 +244,7 @@ def test_each_request_gets_its_own_rows_numbers_and_the_steps_first_logits() -> 
     for number, row in enumerate(onsets):
         payload = Payload.decode(payloads[row.request].numpy(), made.plan, row.directive)
         np.testing.assert_array_equal(payload.trajectories, read[:, number].T.numpy())
+        assert payload.trajectories.dtype == np.float64
         if row.directive.needs_first_token:
             assert payload.first_token is not None
             assert payload.first_token.token == int(logits[2 * number + 1].argmax())
@@ -480,17 +481,20 @@ WEIGHTS = [(1.5,), (1.0, 0.7, -0.4), (0.0, 0.0, 1.0)]
 
 @pytest.mark.parametrize("slot", range(4))
 def test_a_gate_closes_at_and_above_its_threshold(slot: int) -> None:
-    """Closer to it than can be told here, the request side decides."""
+    """As on the request side, which decides what is closer to it than can be told here, and closes
+    it at a NaN."""
     columns = slot, 0, 0, 0
     for weight, intercept in product(WEIGHTS, (-1.0, 0.3)):
         gate = tiny.gate(2.0, weight, intercept)
-        exact, _ = risk_of(gate, judged(gate, columns)[-1])
-        for threshold, outcome in (
-            (exact - 1e-4, (True, END)),
-            (exact, (False, 2)),
-            (exact + 1e-4, (False, 2)),
-        ):
-            assert judged(replace(gate, threshold=threshold), columns)[:2] == outcome
+        _, _, result = judged(gate, columns)
+        exact, _ = risk_of(gate, result)
+        for threshold, closes in ((exact - 1e-4, True), (exact + 1e-4, False)):
+            at = replace(gate, threshold=threshold)
+            assert judged(at, columns)[:2] == ((True, END) if closes else (False, 2))
+            assert at.closes(result) is closes
+        assert judged(replace(gate, threshold=exact), columns)[:2] == (False, 2)
+    nothing = replace(result, trajectories=(np.full(2, np.nan),))
+    assert tiny.gate(1.1).closes(nothing)
 
 
 @pytest.mark.parametrize("intercept", [-50.0, 0.0, 50.0])

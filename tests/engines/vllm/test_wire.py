@@ -136,25 +136,6 @@ def test_what_is_no_directive_of_this_plan_is_none() -> None:
     assert Directive.decode(reads, replace(PLAN, answers=False)) is None, "it reads no answers"
 
 
-def test_a_payload_is_split_by_column_layer_and_site() -> None:
-    payload = Payload.decode(wire(activations=True)[None], PLAN, Directive(activations=True))
-    assert payload.trajectories.dtype == np.float64
-    by_column = np.arange(4 * 3).reshape(4, 3) / 8
-    assert payload.trajectories.tolist() == by_column.tolist()
-    first = payload.first_token
-    assert first is not None
-    assert (first.log_max_prob, first.entropy, first.token, payload.gated) == (
-        -0.5,
-        1.25,
-        17,
-        False,
-    )
-    attention, residual = (payload.activations[site] for site in Site)
-    assert (attention.shape, residual.shape) == ((3, 8), (3, 6))
-    assert attention[0, 0] == np.float32(PLAN.payload / 8)
-    assert residual[2, 5] == np.float32((PLAN.payload + PLAN.activation_floats() - 1) / 8)
-
-
 def test_numbers_that_were_not_asked_for_are_ignored_and_rounding_leaves_no_range() -> None:
     """The first token is summarised only if it is used."""
     for weight, needed in (((1.0,), False), ((1.0, 0.0, 0.1), True)):
