@@ -289,21 +289,6 @@ def test_a_hostile_schema_ends_soon_whatever_becomes_of_it_and_leaves_nothing(
     until(lambda: not in_use())
 
 
-def test_the_memory_and_time_of_a_costly_format_are_not_the_services(grammars: Grammars) -> None:
-    def memory() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-    before = memory()
-    costly = threading.Thread(
-        target=lambda: pytest.raises(RequestError, prepared, grammars, COSTLY["a large divisor"])
-    )
-    costly.start()
-    assert Held(prepared(grammars, {"type": "object"}, "another")).allowed()
-    costly.join(120)
-    assert not costly.is_alive()
-    assert memory() - before < 100 << 20
-
-
 def test_what_takes_longer_than_the_request_has_ends_with_it(
     grammars: Grammars, in_use: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

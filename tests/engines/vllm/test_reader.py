@@ -289,11 +289,13 @@ def test_what_was_not_read_gives_no_number_and_closes_no_gate(
 def test_an_answer_s_token_that_was_not_kept_is_no_number(steps: tuple[int, ...]) -> None:
     """After a step that was, or where nothing ever was: a graph of another compilation runs."""
     made = reader(answers=True)
-    made.digests = {0: ""}
-    for kept in steps:
-        _, payloads = run(made, [], answer_steps(Directive(answer=(0, ""))), layers=kept)
+    made.digests = {3: ""}
+    for layers in steps:
+        read, payloads = run(made, [], answer_steps(Directive(answer=(3, ""))), layers=layers)
         answer = answer_read(payloads["a0"], made.plan)
-        assert np.isfinite(answer).tolist() == [kept == 2] * 2
+        assert np.isfinite(answer).tolist() == [layers == 2] * 2
+        np.testing.assert_array_equal(answer, read[:, 0, 3].numpy())
+        assert made.payloads() == {}, "it is sent once"
 
 
 def test_another_probe_or_other_weights_give_no_number_and_the_neighbours_have_theirs() -> None:
@@ -318,7 +320,7 @@ def test_another_probe_or_other_weights_give_no_number_and_the_neighbours_have_t
             for probe, weights in ((other, 2), (mine, 2), (mine, 0))
         )
     )
-    _, payloads = run(made, onsets, answers, sampled=sampled)
+    read, payloads = run(made, onsets, answers, sampled=sampled)
     expected: dict[str, type[HalluTracerError]] = dict.fromkeys(("r1", "r2", "a0"), ProbeReplaced)
     expected |= dict.fromkeys(("r3", "r4", "a2"), WeightsChanged)
     for row in (*onsets, *answers):
@@ -332,6 +334,11 @@ def test_another_probe_or_other_weights_give_no_number_and_the_neighbours_have_t
             else:
                 answer_read(payload, made.plan)
     assert sampled[:, 0].tolist() == [3, END, *[3] * 8]
+    first = Payload.decode(payloads["r0"], made.plan, onsets[0].directive)
+    assert first.gated
+    np.testing.assert_array_equal(first.trajectories, read[:, 0].T.numpy())
+    answer = answer_read(payloads["a1"], made.plan)
+    np.testing.assert_array_equal(answer, read[:, len(onsets) + 1, 0].numpy())
     _, payloads = run(made, onsets[:1])
     assert Payload.decode(payloads["r0"], made.plan, onsets[0].directive)
 
@@ -352,26 +359,6 @@ def test_a_step_without_onsets_does_nothing() -> None:
     assert made.after() is None
     sampled = torch.tensor([[3]])
     assert made.gate(sampled) is sampled
-    assert made.payloads() == {}
-
-
-@pytest.mark.parametrize("prompts", [0, 2])
-def test_answers_are_read_by_their_own_probes_beside_prompts_that_end(prompts: int) -> None:
-    made, sampled, columns = reader(answers=True), torch.full((TOKENS, 1), 3), (3, 0)
-    made.digests = {column: f"of {column}" for column in columns}
-    onsets = step(*[Directive(gate=SHUT, end_token=END, first_token=True)] * prompts)
-    answers = answer_steps(*(Directive(answer=probe) for probe in made.digests.items()))
-    logits = torch.randn(TOKENS, VOCABULARY)
-    read, payloads = run(made, onsets, answers, logits=logits, sampled=sampled)
-    assert [*payloads] == [row.request for row in (*onsets, *answers)]
-    for number, column in enumerate(columns):
-        answer = answer_read(payloads[f"a{number}"], made.plan)
-        np.testing.assert_array_equal(answer, read[:, prompts + number, column].numpy())
-    for number, row in enumerate(onsets):
-        payload = Payload.decode(payloads[row.request], made.plan, row.directive)
-        np.testing.assert_array_equal(payload.trajectories, read[:, number].T.numpy())
-        assert payload.gated
-    assert sampled[:, 0].tolist().count(END) == prompts
     assert made.payloads() == {}
 
 
