@@ -142,9 +142,9 @@ def test_a_new_site_is_a_name_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_geometry_counts_query_heads_and_takes_the_configs_head_dim_or_the_quotient() -> None:
     for make in tiny.CONFIGS.values():
-        shape, asked = geometry(make()), make.keywords.get("text_config", make.keywords)
+        shape, options = geometry(make()), make.keywords.get("text_config", make.keywords)
         assert (shape.num_layers, shape.num_heads, shape.hidden_size) == (3, 4, 32)
-        assert shape.head_dim == asked.get("head_dim", 32 // 4)
+        assert shape.head_dim == options.get("head_dim", 32 // 4)
     config = tiny.CONFIGS["mixtral"]()
     config.head_dim = None
     assert geometry(config).head_dim == 8
@@ -178,12 +178,12 @@ def test_a_family_without_a_row_is_read_at_the_residual_stream_alone() -> None:
     ("change", "words"),
     [
         (
-            lambda block, hidden, *rest, **options: block(hidden, *rest, **options)[..., None],
+            lambda block, hidden, *more, **options: block(hidden, *more, **options)[..., None],
             "size 32|does not run as a decoder",
         ),
         (
-            lambda block, hidden, *rest, **options: block(
-                hidden + hidden.sum(1, keepdim=True), *rest, **options
+            lambda block, hidden, *more, **options: block(
+                hidden + hidden.sum(1, keepdim=True), *more, **options
             ),
             "from left to right|other hidden",
         ),

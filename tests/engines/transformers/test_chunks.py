@@ -117,8 +117,8 @@ def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
         both = [engine.in_chunks(prompt, probes, **options) for prompt in prompts]
         items = zip(*zip_longest(*both, fillvalue=OVER), strict=True)
         for prompt, passes, whole, many in zip(prompts, items, expected, count, strict=True):
-            given = (item for item in passes if item is not OVER)
-            result = result_of(given, many, more=name not in WHOLE)
+            results = (item for item in passes if item is not OVER)
+            result = result_of(results, many, more=name not in WHOLE)
             if not options.get("kept"):
                 tiny.check_same(result, whole, tokens=bool(options))
                 continue

@@ -60,8 +60,8 @@ def answers(served: Scheduled, *samplings: Sampling) -> list[Any]:
             return [update async for update in updates][-1].completion
 
     async def every() -> list[Any]:
-        asked = [ask(number, sampling) for number, sampling in enumerate(samplings)]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        requests = [ask(number, sampling) for number, sampling in enumerate(samplings)]
+        return await asyncio.gather(*requests, return_exceptions=True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(served.batch, "step_together", noted)

@@ -40,7 +40,7 @@ def test_prompts_together_are_read_as_the_formula_and_the_models_logits_say_of_e
     prompts, sites = tiny.prompts(LENGTHS), family_of(model.config).sites
     probes = [tiny.probes(shape, site, seed, scaled=seed > 1) for site in sites for seed in (1, 2)]
     extracted = engine.extract(prompts, sites)
-    both = (engine.score(prompts, probes, first_token=asked) for asked in (False, True))
+    both = (engine.score(prompts, probes, first_token=first_token) for first_token in (False, True))
     for number, (prompt, plain, scored) in enumerate(zip(prompts, *both, strict=True)):
         assert (plain.prompt_tokens, plain.first_token) == (len(prompt), None)
         alone = engine.extract([prompt], sites).activations

@@ -124,9 +124,9 @@ def schedule(
             own = [(number, computed[number] + offset) for offset in range(count + more)]
             tokens += own
             logits += own[count - 1 :]
-        numbers, *columns = zip(*parts, strict=True)
-        counts, *others = map(np.array, columns)
-        layout = StepLayout([*map(str, numbers)], np.cumsum([0, *counts]), *others)
+        numbers, counts, *columns = zip(*parts, strict=True)
+        starts = np.cumsum([0, *counts])
+        layout = StepLayout([*map(str, numbers)], starts, *map(np.array, columns))
         yield Step(layout, tokens, logits, [*sampled])
         for number, count, _, _, emits, more in parts:
             accepted = chance.randint(0, more)
@@ -302,22 +302,22 @@ def test_another_probe_or_other_weights_give_no_number_and_the_neighbours_have_t
     """Of a prompt, whatever its gate, and of an answer's token."""
     made, sampled = reader(answers=True), torch.full((TOKENS, 1), 3)
     made.digests, made.weights = {0: "mine", 1: "another server's", 2: "also mine"}, 2
-    mine, other = (0, "mine"), (1, "mine")
+    mine, theirs = (0, "mine"), (1, "mine")
 
-    def asked(probes: Sequence[tuple[int, str]], weights: int) -> Directive:
+    def directive(probes: Sequence[tuple[int, str]], weights: int) -> Directive:
         return Directive(probes=(*probes,), weights=weights, gate=SHUT, end_token=END)
 
     onsets = step(
-        asked([mine], 2),
-        asked([mine, other], 2),
-        asked([(3, "mine")], 2),
-        asked([], 0),
-        asked([], 3),
+        directive([mine], 2),
+        directive([mine, theirs], 2),
+        directive([(3, "mine")], 2),
+        directive([], 0),
+        directive([], 3),
     )
     answers = answer_steps(
         *(
             Directive(answer=probe, weights=weights)
-            for probe, weights in ((other, 2), (mine, 2), (mine, 0))
+            for probe, weights in ((theirs, 2), (mine, 2), (mine, 0))
         )
     )
     read, payloads = run(made, onsets, answers, sampled=sampled)
@@ -432,23 +432,23 @@ def judged(gate: EngineGate, columns: Sequence[int] = range(4)) -> tuple[bool, i
 
 def risk_of(gate: EngineGate, result: PrefillResult) -> tuple[float, PromptContext]:
     """The risk, from exactly the numbers in the payload, and what the context probes tell."""
-    mean, *others = (float(trajectory.mean()) for trajectory in result.trajectories)
-    told, first = prompt_context(gate.context, others, PROMPT), result.first_token
+    mean, *means = (float(trajectory.mean()) for trajectory in result.trajectories)
+    context, first = prompt_context(gate.context, means, PROMPT), result.first_token
     assert first is not None
-    of_context = (told.passage, told.stated, told.stated_length)
-    signals = [mean, first.log_max_prob, first.entropy, *(told or 0.0 for told in of_context)]
-    return float(risk(np.array(signals), np.array(gate.weight), gate.intercept)), told
+    of_context = (context.passage, context.stated, context.stated_length)
+    signals = [mean, first.log_max_prob, first.entropy, *(value or 0.0 for value in of_context)]
+    return float(risk(np.array(signals), np.array(gate.weight), gate.intercept)), context
 
 
 @pytest.mark.parametrize("columns", [(0, 1, 2, 3), (3, 2, 0, 1)])
 def test_the_gate_reads_the_context_as_the_request_side_does(columns: tuple[int, ...]) -> None:
     gate = tiny.gate(0.5, (1.0, 0.0, 0.0, -1.5, 2.5, 0.7), 0.2, CONTEXT)
-    exact, told = risk_of(gate, judged(gate, columns)[-1])
-    assert told.asks is not None
-    asks, *others = CONTEXT.probes
+    exact, context = risk_of(gate, judged(gate, columns)[-1])
+    assert context.asks is not None
+    asks, *probes = CONTEXT.probes
     never, below = replace(asks, intercept=-99.0), exact - 1e-4
     from_below, from_above = (
-        replace(APPLICABILITY, threshold=told.asks + shift) for shift in (-1e-4, 1e-4)
+        replace(APPLICABILITY, threshold=context.asks + shift) for shift in (-1e-4, 1e-4)
     )
     for threshold, first, applicability, closes in (
         (below, asks, from_below, True),
@@ -457,8 +457,8 @@ def test_the_gate_reads_the_context_as_the_request_side_does(columns: tuple[int,
         (below, never, APPLICABILITY, False),
         (below, never, None, True),  # a policy wants it so
     ):
-        context = Context((first, *others), applicability)
-        judging = replace(gate, threshold=threshold, context=context)
+        record = Context((first, *probes), applicability)
+        judging = replace(gate, threshold=threshold, context=record)
         gated, _, result = judged(judging, columns)
         assert gated is judging.closes(result) is closes
 

@@ -99,7 +99,7 @@ def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, obj
         assert directive.answer is None
         assert directive.gate is None or 0 <= (directive.end_token or 0) < 2**31
     [name] = wrong
-    Directive.decode({KEY: {other: value for other, value in GATED.items() if other != name}}, PLAN)
+    Directive.decode({KEY: {field: value for field, value in GATED.items() if field != name}}, PLAN)
 
 
 def with_number(name: str, position: int, value: object) -> dict[str, object]:
