@@ -20,6 +20,7 @@ from service.engines.base import FIRST_COME, Engine, Sampling, Turn, Update, pre
 from service.engines.bridge import wait_for
 from service.engines.request_queue import FREE_PADDING, MAX_PADDING, EngineRequest, RequestQueue
 from service.engines.scheduler import Scheduled
+from service.engines.vllm.engine import VllmEngine
 from service.errors import EngineError, RequestError
 from service.readout import Probes
 from tests.engines import tiny
@@ -413,3 +414,11 @@ def test_waiting_works_inside_a_running_loop() -> None:
         return wait_for(work())
 
     assert wait_for(notebook()) == 1
+
+
+@pytest.mark.parametrize("engine", [ScriptedEngine(), cast(Any, object.__new__(VllmEngine))])
+def test_engines_that_cannot_trace_say_so_even_without_prompts(engine: Any) -> None:
+    for call in (lambda: engine.sample([], Sampling(), []), lambda: engine.next_token([], [1])):
+        with pytest.raises(EngineError, match="transformers engine") as caught:
+            call()
+        assert caught.value.param == "methods"

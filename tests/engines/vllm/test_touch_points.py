@@ -4,7 +4,9 @@ where it is gone."""
 from __future__ import annotations
 
 import ast
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -59,39 +61,10 @@ def test_what_the_worker_overrides_and_the_gate_replaces_is_listed() -> None:
     ] == []
 
 
-@pytest.mark.parametrize(
-    ("path", "was", "becomes", "words"),
-    [
-        (
-            "v1/outputs.py",
-            "prompt_token_id_logprobs_dict",
-            "token_logprobs",
-            "ModelRunnerOutput has no prompt_token",
-        ),
-        (
-            SCHEDULER,
-            "request: Request, new_token_ids",
-            "req: Request, new_token_ids",
-            "takes (req, new_token_ids",
-        ),
-        ("v1/worker/gpu/states.py", "class RequestState", "class Requests", "no RequestState"),
-        (V2, "= self.sample(", "= self.draw(", "sample_tokens does not call, in this order"),
-        (
-            "plugins/__init__.py",
-            "vllm.endpoint_plugins",
-            "vllm.routes",
-            "nothing says vllm.endpoint_plugins",
-        ),
-        (
-            "v1/engine/exceptions.py",
-            "class EngineDeadError",
-            "class EngineDead",
-            "imports EngineDeadError from",
-        ),
-        ("v1/engine/exceptions.py", None, "", "imports EngineGenerateError from vllm.v1"),
-        (CORE, None, "", "core.py: no such file"),
-    ],
-)
+GONE = json.loads(Path(__file__).with_name("gone.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("path", "was", "becomes", "words"), GONE)
 def test_what_is_gone_is_named(path: str, was: str | None, becomes: str, words: str) -> None:
     """Only the one file is looked at: the others are as they are."""
     here = touched.installed()

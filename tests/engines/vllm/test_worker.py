@@ -6,11 +6,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +42,9 @@ from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 
 from service.engines.vllm import worker  # noqa: E402
 
+# What becomes of a configuration, or the words that refuse it.
+TABLES = json.loads(Path(__file__).with_name("configurations.json").read_text(encoding="utf-8"))
+
 # The start
 
 
@@ -48,13 +53,7 @@ def options(**extra: str) -> EngineOptions:
 
 
 def test_arguments_are_parsed_and_a_reserved_one_names_the_option_that_decides_it() -> None:
-    for name, value, parsed in (
-        ("max-num-seqs", "17", 17),
-        ("enforce_eager", "true", True),
-        ("gpu-memory-utilization", "0.5", 0.5),
-        ("compilation_config", '{"mode": 0}', {"mode": 0}),
-        ("quantization", "fp8", "fp8"),
-    ):
+    for name, value, parsed in TABLES["arguments"]:
         assert launch.engine_arguments(options(**{name: value})) == {name.replace("-", "_"): parsed}
     for name in (*launch.RESERVED, "max-num-batched-tokens", "worker-cls", "max-num-sequences"):
         with pytest.raises(ModelLoadError, match=launch.RESERVED.get(name.replace("-", "_"), name)):
@@ -75,13 +74,13 @@ def test_an_older_vllm_is_refused_and_of_a_newer_one_the_log_says_that_it_is_not
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     wanted = f"0.31.0 or newer.*'{distribution}>=0.31.0,<=0.33.0'"
-    for installed in ("0.30.9+cpu", "0.9.2", "0.30.0rc1"):
+    for installed in TABLES["older versions"]:
         with pytest.raises(ModelLoadError, match=rf"{installed.split('+')[0]}.*{wanted}"):
             launch.check_installed()
-    for installed in ("0.31.0+cpu", "0.31.2", "0.32.0", "0.33.0+cu130"):
+    for installed in TABLES["tested versions"]:
         assert launch.check_installed() == installed
     assert caplog.messages == []
-    for installed in ("0.33.1", "0.34.0rc2.dev8+gabc123", "0.100.0", "1.0"):
+    for installed in TABLES["newer versions"]:
         assert launch.check_installed() == installed
         assert f"{distribution} {installed} is newer" in caplog.messages[-1]
         assert "0.31.0 to 0.33.0" in caplog.messages[-1]
@@ -118,20 +117,13 @@ def test_unsupported_options_are_refused_before_a_process_starts(
 def test_another_way_to_load_is_another_model() -> None:
     """A bundle must not be served on weights or caches of other types than those it was fitted
     on."""
-    saved_so = {"quantization_config": {"quant_method": "fp8"}}
-    for quantization, cache, checkpoint, changes in (
-        (None, "auto", {}, {}),
-        (None, "bfloat16", {}, {}),  # the model's own, by name
-        ("fp8", "auto", {}, {"quantization": "fp8"}),
-        (None, "fp8", {}, {"kv_cache_dtype": "fp8"}),
-        ("fp8", "auto", saved_so, {}),
-        ("fp8", "fp8", saved_so, {"kv_cache_dtype": "fp8"}),  # in its config
-    ):
-        saved = SimpleNamespace(**checkpoint)
-        model = SimpleNamespace(quantization=quantization, dtype="torch.bfloat16", hf_config=saved)
-        loaded = SimpleNamespace(
-            model_config=model, cache_config=SimpleNamespace(cache_dtype=cache)
+    for choices, changes in TABLES["changes at load"]:
+        saved = SimpleNamespace(**choices.get("saved", {}))
+        model = SimpleNamespace(
+            quantization=choices.get("quantization"), dtype="torch.bfloat16", hf_config=saved
         )
+        cache = SimpleNamespace(cache_dtype=choices.get("cache", "auto"))
+        loaded = SimpleNamespace(model_config=model, cache_config=cache)
         assert launch.changes_at_load(loaded, saved) == changes
         assert (changed_at_load("abc", changes) == "abc") == (not changes)
     kinds = [{"quantization": "fp8"}, {"quantization": "awq"}, {"kv_cache_dtype": "fp8"}]
@@ -144,13 +136,7 @@ def test_another_way_to_load_is_another_model() -> None:
 def test_a_quota_of_cpus_binds_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: set(range(8)))
     bound = "VLLM_CPU_OMP_THREADS_BIND"
-    for quota, threads, ranks, expected in [
-        (8, None, 1, None),
-        (2, None, 1, "0,1"),
-        (2, 3, 1, "0,1,2"),
-        (4, None, 2, "0,1|2,3"),
-        (8, 8, 1, "0,1,2,3,4,5,6,7"),
-    ]:
+    for quota, threads, ranks, expected in TABLES["cores of a quota, threads and ranks"]:
         monkeypatch.setattr("joblib.cpu_count", lambda quota=quota: quota)
         monkeypatch.delenv(bound, raising=False)
         launch._bind_cores({"tensor_parallel_size": ranks}, threads)
@@ -201,16 +187,9 @@ def test_unsupported_features_are_refused(config: Any, monkeypatch: pytest.Monke
         for adaptive in (True, False)
     )
     for changes, what in (
+        *TABLES["unsupported"],
         (verified, "adaptive verification"),
-        ({"parallel_config.enable_dbo": True}, "dual-batch overlap or micro-batches"),
-        ({"cache_config.kv_sharing_fast_prefill": True}, "fast prefill"),
-        ({"parallel_config.decode_context_parallel_size": 2}, "decode context parallelism"),
-        ({"parallel_config.prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        ({"parallel_config.enable_batch_sharded_sampling": True}, "batch-sharded sampling"),
         ({"compilation_config.cudagraph_mode": CUDAGraphMode.FULL}, "cudagraph_mode FULL"),
-        ({"compilation_config.pass_config.fuse_attn_quant": True}, "fuse_attn_quant"),
-        ({"model_config.runner_type": "pooling"}, "the pooling runner"),
-        (stages_in_vain, "pipeline stages with enforce_eager"),
     ):
         with changed(config, changes), pytest.raises(EngineError, match=what):
             worker.refuse_unsupported(config)
@@ -265,13 +244,7 @@ def test_the_plan_follows_additional_config(config: Any) -> None:
     wanted = {"sites": ["residual_stream"], "slots": 2, "rows": True, "answers": True}
     plan = plan_of({KEY: wanted, "others": 1})
     assert plan == Plan(geometry, (Site.RESIDUAL_STREAM,), 2, True, True)
-    for wrong, named in (
-        ({"sight": ["residual_stream"]}, "'sight'"),
-        ({"sites": ["mlp"]}, "sites.*mlp"),
-        ({"sites": []}, "one site"),
-        ({"slots": 0}, "one slot"),
-        ({"slots": "4"}, "one slot"),
-    ):
+    for wrong, named in TABLES["no plans"]:
         with pytest.raises(EngineError, match=named):
             plan_of({KEY: wrong})
 
