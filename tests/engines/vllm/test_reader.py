@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -386,18 +387,8 @@ def test_a_step_copies_once_to_the_device_and_never_waits_for_it(
     onsets, logits = step(directive, Directive(), directive), torch.randn(6, VOCABULARY)
     answers = answer_steps(Directive(answer=(0, "")), Directive(answer=(2, "another's")))
     sampled = torch.zeros(4, 1).long()
-    made_tensors: list[object] = []
-    tensor = torch.tensor
-
-    def counting(*arguments: object, **options: object) -> torch.Tensor:
-        assert options.get("device") is None, "waits for the device"
-        made_tensors.append(options)
-        return tensor(*arguments, **options)
-
-    def waits(*_: object, **__: object) -> None:
-        raise AssertionError("waits for the device")
-
-    monkeypatch.setattr(torch, "tensor", counting)
+    tensor, waits = Mock(wraps=torch.tensor), Mock(side_effect=AssertionError("waits"))
+    monkeypatch.setattr(torch, "tensor", tensor)
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, waits)
     made.before(onsets, answers)
@@ -407,7 +398,8 @@ def test_a_step_copies_once_to_the_device_and_never_waits_for_it(
     made.gate(sampled)
     payloads = made.payloads()
     monkeypatch.undo()
-    assert len(made_tensors) == 1
+    [copied] = tensor.mock_calls
+    assert copied.kwargs.get("device") is None, "waits for the device"
     for rows in (onsets, answers):
         assert len({payloads[row.request].untyped_storage().data_ptr() for row in rows}) == 1
 
