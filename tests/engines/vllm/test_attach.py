@@ -1,5 +1,5 @@
-"""The readout in a forward pass of plain torch modules: equal to ``risk``, split over ranks, not
-recompiled."""
+"""The readout in a forward pass of plain torch modules: equal to ``risk``, and of
+which graph."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from service.risk import truth_logits
 from tests.engines import tiny
 
 GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=8, hidden_size=20)
+WIDTH = GEOMETRY.width(Site.ATTENTION_HEAD)
 TOKENS, SLOTS = 12, 3
 ONSETS = [5, 11, 2, 0]
 CPU = torch.device("cpu")
@@ -32,10 +33,9 @@ LLAMA = next(family for family in FAMILIES if "llama" in family.model_types)
 class AttentionLayer(nn.Module):
     """As vLLM's: the implementation writes its output."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, heads: int = GEOMETRY.num_heads) -> None:
         super().__init__()
-        self.num_heads, self.head_size = width // GEOMETRY.head_dim, GEOMETRY.head_dim
-        self.layer_name = "attention"
+        self.num_heads, self.head_size, self.layer_name = heads, GEOMETRY.head_dim, "attention"
         self.impl = SimpleNamespace(
             forward=lambda values, output, **_: output.copy_(torch.tanh(values))
         )
@@ -47,23 +47,19 @@ class AttentionLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Its projection's input is the concatenated heads, ``share`` of them on this rank, unless
-    ``change`` makes something else of attention's result."""
+    """Its projection's input is the concatenated heads, unless ``change`` makes something else of
+    attention's result."""
 
-    def __init__(self, share: range) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        d = GEOMETRY.head_dim
-        self.heads = slice(share.start * d, share.stop * d)
-        self.v_proj = nn.Linear(GEOMETRY.hidden_size, GEOMETRY.num_heads * d, bias=False)
-        whole = nn.Linear(GEOMETRY.num_heads * d, GEOMETRY.hidden_size, bias=False)
-        self.o_proj = nn.Linear(len(share) * d, GEOMETRY.hidden_size, bias=False)
-        self.o_proj.weight = nn.Parameter(whole.weight[:, self.heads].clone())
-        self.o_proj.input_size = len(share) * d  # an attribute of vLLM's row-parallel layers
-        self.attn = AttentionLayer(len(share) * d)
+        self.v_proj = nn.Linear(GEOMETRY.hidden_size, WIDTH, bias=False)
+        self.attn = AttentionLayer()
+        self.o_proj = nn.Linear(WIDTH, GEOMETRY.hidden_size, bias=False)
+        self.o_proj.input_size = WIDTH  # an attribute of vLLM's row-parallel layers
         self.change: Callable[[torch.Tensor], torch.Tensor] = lambda attended: attended
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
-        output = self.o_proj(self.change(self.attn(self.v_proj(hidden_states)[..., self.heads])))
+        output = self.o_proj(self.change(self.attn(self.v_proj(hidden_states))))
         return output.view_as(hidden_states)  # vLLM's go on with it, too
 
 
@@ -80,9 +76,9 @@ class Quantized(nn.Linear):
 class Block(nn.Module):
     """Returns hidden states and residual separately, as vLLM's blocks do."""
 
-    def __init__(self, share: range) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.self_attn = Attention(share)
+        self.self_attn = Attention()
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -92,9 +88,9 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, share: range, layers: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Block(share) for _ in range(layers)])
+        self.layers = nn.ModuleList(Block() for _ in range(GEOMETRY.num_layers))
 
     def forward(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
         hidden, residual = inputs_embeds, None
@@ -105,10 +101,10 @@ class Stack(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, share: range = range(4), layers: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = Stack(share, layers)
+        self.model = Stack()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model(hidden)  # type: ignore[no-any-return]
@@ -118,15 +114,12 @@ def installed(
     model: Model,
     sites: tuple[Site, ...] = tuple(Site),
     *,
-    rank: int = 0,
-    ranks: int = 1,
     dtype: torch.dtype = torch.float32,
-    rows: bool = False,
     room: int = 0,
     slots: int = SLOTS,
 ) -> dict[Site, SiteReadout]:
-    plan = Plan(GEOMETRY, sites, slots, rows, room > 0)
-    return attach.install(model, LLAMA, plan, rank, ranks, CPU, dtype, room)
+    plan = Plan(GEOMETRY, sites, slots, False, room > 0)
+    return attach.install(model, LLAMA, plan, 0, 1, CPU, dtype, room)
 
 
 def hidden(seed: int = 3, tokens: int = TOKENS) -> torch.Tensor:
@@ -287,7 +280,7 @@ def test_a_module_tree_that_is_not_read_as_it_was_trained_on_is_refused() -> Non
         # A gate behind attention, and a projection that is given a part.
         (1, "change", lambda attended: 2 * attended, "layer 1's self_attn.o_proj does not read"),
         (1, "change", lambda attended: attended[..., :-1], "self_attn.o_proj does not read"),
-        (1, "second", AttentionLayer(8), "layer 1 has 2 attention layers"),
+        (1, "second", AttentionLayer(1), "layer 1 has 2 attention layers"),
         (0, "attn.use_direct_call", True, "layer 0"),
     ):
         model = Model()
@@ -295,8 +288,10 @@ def test_a_module_tree_that_is_not_read_as_it_was_trained_on_is_refused() -> Non
         setattr(model.model.layers[layer].self_attn.get_submodule(".".join(parents)), name, value)
         with pytest.raises(EngineError, match=named):
             installed(model)
+    shorter = Model()
+    del shorter.model.layers[2]
     with pytest.raises(EngineError, match="in vLLM: Model has 0 lists of 3 blocks"):
-        installed(Model(layers=2))
+        installed(shorter)
 
 
 class One(nn.Module):
@@ -390,9 +385,7 @@ def test_quantized_blocks_are_checked_in_the_dtype_that_the_model_computes_in() 
     def quantized() -> Model:
         model = Model()
         for block in model.model.layers:
-            block.self_attn.v_proj = Quantized(
-                GEOMETRY.hidden_size, GEOMETRY.num_heads * GEOMETRY.head_dim
-            )
+            block.self_attn.v_proj = Quantized(GEOMETRY.hidden_size, WIDTH)
         assert next(model.model.layers[0].self_attn.v_proj.parameters()).dtype is torch.float32
         return model
 

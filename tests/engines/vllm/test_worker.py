@@ -15,6 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,6 @@ from service.engines.base import EngineOptions
 from service.engines.checkpoint import changed_at_load
 from service.engines.families import geometry as geometry_of
 from service.engines.vllm import attach, launch
-from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.reader import Reader
 from service.engines.vllm.wire import CHANGES, GATED, KEY, Directive, Plan, probe_digest
@@ -282,20 +282,17 @@ def test_the_fingerprint_is_in_the_key_of_vllms_compile_cache(config: Any) -> No
     assert len({bare, *keys}) == 3
 
 
-def test_a_slot_that_was_not_written_to_its_end_has_no_digest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slot_that_was_not_written_to_its_end_has_no_digest() -> None:
     """Requests for the old probe, and for the new one, then get no number."""
-    plan, cpu = Plan(Geometry(2, 2, 4, 8), (Site.ATTENTION_HEAD,), 1, False), torch.device("cpu")
-    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(2), (0, 2), leading=True, device=cpu)
+    site, readout = Site.ATTENTION_HEAD, Mock(dim=PLAN.geometry.head_dim)
     made = object.__new__(worker.Worker)
-    made.hallutracer_reader = Reader(plan, {Site.ATTENTION_HEAD: readout}, None, cpu)
+    made.hallutracer_reader = Reader(PLAN, {site: readout}, None, torch.device("cpu"))
     numbers = np.ones((2, 6), np.float32).tobytes()
-    made.hallutracer_write(0, "attention_head", [0, 1], numbers)
-    assert made.hallutracer_reader.digests == {0: probe_digest("attention_head", [0, 1], numbers)}
-    monkeypatch.setattr(readout, "write", lambda *_: 1 / 0)
+    made.hallutracer_write(0, str(site), [0, 1], numbers)
+    assert made.hallutracer_reader.digests == {0: probe_digest(site, [0, 1], numbers)}
+    readout.write.side_effect = ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
-        made.hallutracer_write(0, "attention_head", [1, 1], numbers)
+        made.hallutracer_write(0, str(site), [1, 1], numbers)
     assert made.hallutracer_reader.digests == {}
 
 
