@@ -84,12 +84,12 @@ def reference(base: Path, adapter: Path, merged: Path) -> TransformersEngine:
     return engine
 
 
-def save_bundle(engine: Any, folder: Path, name: str = "adapted") -> Bundle:
+def save_bundle(engine: Any, folder: Path) -> Bundle:
     """The demo's bundle with the readings of this engine, and its adapter's digest, as one of a
     store in ``folder``."""
     shipped = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
     model = replace(shipped.manifest.model, adapter=engine.identity.adapter)
-    manifest = replace(shipped.manifest, name=name, model=model)
+    manifest = replace(shipped.manifest, name="adapted", model=model)
     scorer = Scorer.__new__(Scorer)  # its golden prompts are to be made
     scorer.engine = engine
     scorer.bundle = replace(shipped, manifest=manifest)
@@ -103,4 +103,4 @@ def save_bundle(engine: Any, folder: Path, name: str = "adapted") -> Bundle:
         np.array([report.risk for report in reports]),
     )
     draft = BundleDraft(manifest, shipped.probes, golden, shipped.evaluation(), "A test's.")
-    return write_bundle(draft, folder / name / "1")
+    return write_bundle(draft, folder / "adapted" / "1")

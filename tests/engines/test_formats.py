@@ -56,16 +56,16 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
-def definitions(last: dict[str, Any], twice: str, levels: int = 25) -> dict[str, Any]:
-    """Each level has the next one twice: as a tree they are 2 ** levels."""
-    parts = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(levels)}
+def definitions(last: dict[str, Any], twice: str) -> dict[str, Any]:
+    """Each level has the next one twice: as a tree they are 2 ** 25."""
+    parts = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(25)}
     levelled = {
         name: {twice: [reference, reference]}
         if twice == "allOf"
         else {"type": "object", "properties": {"a": reference, "b": reference}}
         for name, reference in parts.items()
     }
-    return {"$defs": levelled | {f"d{levels}": last}, "$ref": "#/$defs/d0"}
+    return {"$defs": levelled | {"d25": last}, "$ref": "#/$defs/d0"}
 
 
 # Schemas as requests have them, by what becomes of them, and where they are refused with the words.

@@ -60,7 +60,7 @@ def write(
     path: Path,
     family: str,
     *,
-    adds_bos: bool | None = True,
+    adds_bos: bool = True,
     architecture: str | None = None,
     quantized: bool = False,
     template: str | None = TEMPLATE,
@@ -91,8 +91,8 @@ def write(
         "bos_token_id": tokens["<s>"],
         "eos_token_id": tokens["</s>"],
         "pad_token_id": tokens["</s>"],
+        "add_bos_token": adds_bos,
         **({} if template is None else {"chat_template": template}),
-        **({} if adds_bos is None else {"add_bos_token": adds_bos}),
     }.items():
         getattr(out, f"add_{name}")(value)
     names = writer.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)

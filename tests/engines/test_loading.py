@@ -245,7 +245,7 @@ def test_what_is_not_read_may_be_a_pointer(folder: Path) -> None:
     load(folder)
 
 
-def sharded(folder: Path, single: str = "model.safetensors") -> Path:
+def sharded(folder: Path) -> Path:
     """The folder's weights as two shards and an index; return the index."""
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
@@ -254,7 +254,7 @@ def sharded(folder: Path, single: str = "model.safetensors") -> Path:
     for file in set(file_of.values()):
         part = {name: tensors[name] for name in names if file_of[name] == file}
         save_file(part, folder / file, metadata={"format": "pt"})
-    index = folder / f"{single}.index.json"
+    index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
     return index
 

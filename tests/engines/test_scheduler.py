@@ -165,15 +165,14 @@ class Bench:
     ) -> asyncio.Task[list[Update]]:
         return asyncio.create_task(self.answer(text, probe, **options))
 
-    async def held(self) -> asyncio.Task[list[Update]]:
-        """A prompt whose forward pass stands still until ``release`` is set."""
+    @asynccontextmanager
+    async def standing(self) -> AsyncIterator[None]:
+        """Inside, the engine stands still in a prompt's forward pass; it goes on once what was
+        started waits."""
         self.script.before = self.holding
-        task = self.start("held")
+        held = self.start("held")
         await asyncio.to_thread(self.holding.entered.wait, 20)
-        return task
-
-    async def release(self, held: asyncio.Task[list[Update]]) -> None:
-        """Let the forward pass go on, once what was started waits."""
+        yield
         await asyncio.sleep(0)
         self.holding.release.set()
         await held
@@ -203,10 +202,9 @@ async def test_waiting_prompts_and_their_bundles_share_one_forward(
     score = Mock(wraps=bench.script.score)
     three = [tiny.probes_of(bench.script, seed=seed) for seed in range(3)]
     async with bench.open():
-        held = await bench.held()
-        monkeypatch.setattr(bench.script, "score", score)
-        tasks = [bench.start(f"prompt {n}", three[n % 3]) for n in range(9)]
-        await bench.release(held)
+        async with bench.standing():
+            monkeypatch.setattr(bench.script, "score", score)
+            tasks = [bench.start(f"prompt {n}", three[n % 3]) for n in range(9)]
         scored = [logits(await task) for task in tasks]
         assert scored == [bench.logits(f"prompt {n}", three[n % 3]) for n in range(9)]
     assert bench.batches == [1, 9]
@@ -224,10 +222,9 @@ async def test_a_batch_that_fails_is_tried_one_by_one(
             raise RuntimeError("poison")
 
     async with bench.open():
-        held = await bench.held()
-        monkeypatch.setattr(bench.script, "check", refuse)
-        tasks = [bench.start(name, **options) for name in ("a", "poison", "b")]
-        await bench.release(held)
+        async with bench.standing():
+            monkeypatch.setattr(bench.script, "check", refuse)
+            tasks = [bench.start(name, **options) for name in ("a", "poison", "b")]
         assert [logits(await tasks[n]) for n in (0, 2)] == [bench.logits("a"), bench.logits("b")]
         with pytest.raises(RuntimeError, match="poison"):
             await tasks[1]
@@ -247,10 +244,9 @@ async def test_a_step_that_fails_loses_at_most_the_answer_that_fails_alone(
             raise RuntimeError("no memory")
 
     async with bench.open():
-        held = await bench.held()
-        tasks = [bench.start(str(n), sampling=Sampling()) for n in range(32)]
-        monkeypatch.setattr(bench.script, "step_together", step_together)
-        await bench.release(held)
+        async with bench.standing():
+            tasks = [bench.start(str(n), sampling=Sampling()) for n in range(32)]
+            monkeypatch.setattr(bench.script, "step_together", step_together)
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert bench.engine.alive
     assert failed[0] == 32
@@ -282,10 +278,10 @@ async def test_many_answers_of_one_caller_leave_another_every_second_token(
     monkeypatch.setattr(bench.script, "step_together", step_together)
     monkeypatch.setattr(request_queue, "MAX_TOGETHER", 2)
     async with bench.open():
-        held, long = await bench.held(), Sampling(max_tokens=60)
-        callers = [*["many"] * 12, "few"]
-        tasks = [bench.start(caller, sampling=long, turn=Turn(caller)) for caller in callers]
-        await bench.release(held)
+        long = Sampling(max_tokens=60)
+        async with bench.standing():
+            callers = [*["many"] * 12, "few"]
+            tasks = [bench.start(caller, sampling=long, turn=Turn(caller)) for caller in callers]
         await asyncio.gather(*tasks)
     ended = len(decoded) - decoded[::-1].index("few")
     assert decoded.count("few") >= 60
@@ -313,9 +309,8 @@ async def test_caches_of_running_answers_are_bounded(
 
 async def test_a_batch_waits_for_as_many_prompts_as_last_time(bench: Bench) -> None:
     async with bench.open(max_wait_s=5.0):
-        held = await bench.held()
-        tasks = [bench.start(f"first {n}") for n in range(4)]
-        await bench.release(held)
+        async with bench.standing():
+            tasks = [bench.start(f"first {n}") for n in range(4)]
         await asyncio.gather(*tasks)
         again = []
         for n in range(4):
