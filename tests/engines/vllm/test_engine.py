@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from probes_store.records import Applicability
 from service.demo import MODEL_DIR
 from service.engines.base import Engine, EngineOptions, Sampling
 from service.engines.formats import Format
@@ -27,8 +26,7 @@ from service.readout import Probes, Site
 from service.scoring import Scorer
 from tests.engines import tiny
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.kit.bundles import write_bundle
-from tests.matching import SMALL_TALK, matching_draft, with_context
+from tests.matching import SMALL_TALK, contextual_bundle
 from tests.running import until
 
 vllm_or_skip()
@@ -184,19 +182,15 @@ def test_a_closed_gate_ends_a_request_at_its_onset_and_an_open_one_changes_nothi
 def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
     engine: VllmEngine, reference: TransformersEngine, tmp_path: Path
 ) -> None:
-    prompts = PROMPTS[:5]
-    draft = matching_draft(reference, "asking", 0, prompts[:2])
-    bundle = write_bundle(
-        with_context(draft, reference, ("asks",), prompts=prompts[:2]), tmp_path / "asking"
-    )
-    standings = [SMALL_TALK] * len(prompts)
-    expected = Scorer(cast(Any, reference), bundle).score(prompts)
+    def scorer_of(loaded: Any, name: str, applies_from: float) -> Scorer:
+        options = {"names": ("asks",), "applies_from": applies_from}
+        return Scorer(loaded, contextual_bundle(reference, tmp_path, name, **options))
+
+    prompts, standings = PROMPTS[:5], [SMALL_TALK] * 5
+    expected = scorer_of(reference, "half", 0.5).score(prompts)
     low, high = sorted(report.context.asks or 0.0 for report in expected)[2:4]
     assert high - low > 1e-4, "choose other prompts: these are too much alike"
-    applicability = Applicability((low + high) / 2, 0.01, 0.02, "What it means.")
-    assert bundle.manifest.context is not None
-    context = replace(bundle.manifest.context, applicability=applicability)
-    scorer = Scorer(engine, replace(bundle, manifest=replace(bundle.manifest, context=context)))
+    scorer = scorer_of(engine, "between", (low + high) / 2)
     reports = scorer.score_or_continue(prompts, Sampling(max_tokens=2), GATE.at(0.0), standings)
     for ours, theirs in zip(reports, expected, strict=True):
         assert ours.risk == pytest.approx(theirs.risk, abs=1e-4)
