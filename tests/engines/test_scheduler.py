@@ -362,18 +362,14 @@ async def test_synchronous_calls_and_answers_never_run_together(bench: Bench) ->
         await asyncio.gather(*calls[:10], *(bench.answer(f"{n}") for n in range(20)), *calls[10:])
 
 
-async def test_a_thread_that_fails_leaves_no_consumer_waiting(bench: Bench) -> None:
-    def broken(prompts: int, tokens: int) -> None:
-        raise MemoryError
-
+async def test_after_its_thread_has_failed_no_call_hangs(bench: Bench) -> None:
+    """Those who waited for it: tests/serving/test_dispatcher.py."""
+    prompt = bench.script.tokenize("a")
     async with bench.open():
-        bench.engine.on_prefill = broken
-        for work in (bench.answer("a"), bench.answer("b", sampling=Sampling())):
-            with pytest.raises(EngineError):
-                await work
+        bench.engine.on_prefill = Mock(side_effect=MemoryError)
+        with pytest.raises(EngineError):
+            await bench.answer("a")
         assert not bench.engine.alive
-        prompt = bench.script.tokenize("a")
-        # No call hangs.
         assert len(await asyncio.to_thread(bench.engine.score, [prompt], [bench.probe])) == 1
 
 

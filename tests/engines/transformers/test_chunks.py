@@ -150,30 +150,26 @@ def test_what_chats_begin_with_is_read_once_in_front_of_passes_and_costs_nothing
     assert sum(engine.pass_costs(chat[1:])) == len(chat) - 1
 
 
-def test_costs_are_of_the_passes_that_a_prompt_takes() -> None:
+def test_costs_are_of_the_passes_that_a_prompt_takes_one_where_positions_would_differ() -> None:
+    """Positions that depend on the longest are encoded otherwise beyond 16."""
     engine = in_passes(PassCost(10.0, 2.0, 1.0), 6, tiny.longrope_engine())
     probes = [tiny.probes_of(engine)]
     for length in (1, 6, 7, 16, 17, 40):
         [prompt] = tiny.prompts([length])
-        costs, cached = iter(engine.pass_costs(prompt)), 0
+        [whole] = engine.score([prompt], probes)
+        costs, cached, passes = iter(engine.pass_costs(prompt)), 0, list[Any]()
         before = engine.counters.forward_tokens
-        for _ in engine.in_chunks(prompt, probes):
+        for result in engine.in_chunks(prompt, probes):
             tokens = engine.counters.forward_tokens - before
             before = engine.counters.forward_tokens
             attended = cached + tokens // 2
             assert next(costs) == pytest.approx(tokens * (1 + attended / 5) + attended / 10)
             cached += tokens
+            passes.append(result)
         assert next(costs, None) is None
         assert cached == length
-
-
-def test_positions_that_depend_on_the_longest_take_one_pass_where_they_would_differ() -> None:
-    engine = in_passes(EQUAL, 6, tiny.longrope_engine())
-    probes = [tiny.probes_of(engine)]
-    for length, count in ((16, 3), (17, 1), (40, 1)):  # encoded otherwise beyond 16
-        [prompt] = tiny.prompts([length])
-        [whole] = engine.score([prompt], probes)
-        tiny.check_same(result_of(engine.in_chunks(prompt, probes), count), whole, tokens=False)
+        assert length < 16 or (len(passes) > 1) == (length == 16)
+        tiny.check_same(passes[-1], whole, tokens=False)
 
 
 def test_passes_raise_what_one_pass_raises() -> None:
