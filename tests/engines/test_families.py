@@ -161,8 +161,8 @@ def test_a_family_without_a_row_is_read_at_the_residual_stream_alone() -> None:
         " residual_stream.*row in"
     )
     probes = [tiny.probes_of(engine)]
-    reads: list[tuple[Any, Any]] = [(engine.score, probes), (engine.begin, probes)]
-    for read, what in [*reads, (engine.extract, list(Site))]:
+    reads: Any = ((engine.score, probes), (engine.begin, probes), (engine.extract, list(Site)))
+    for read, what in reads:
         with pytest.raises(UnknownFamily, match=words):
             read(prompts, what)
     residual = tiny.probes_of(engine, Site.RESIDUAL_STREAM)

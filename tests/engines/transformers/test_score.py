@@ -158,8 +158,8 @@ def test_bad_prompts_are_named_and_never_truncated(
 ) -> None:
     engine = tiny.shared_engine("llama")
     probe, site, [good] = [tiny.probes_of(engine)], Site.ATTENTION_HEAD, tiny.prompts([4])
-    reads: list[tuple[Any, Any]] = [(engine.score, probe), (engine.begin, probe)]
-    for read, what in [*reads, (engine.extract, [site])]:
+    reads: Any = ((engine.score, probe), (engine.begin, probe), (engine.extract, [site]))
+    for read, what in reads:
         with pytest.raises(error, match=named):
             read([good, bad], what)
 
@@ -322,10 +322,8 @@ def test_the_cache_is_given_by_the_name_that_the_model_has_for_it(forward: Any) 
     both = (tiny.trajectories(engine, prompts, probe) for engine in (ours, plain))
     np.testing.assert_allclose(*both, atol=1e-5)
 
-    def answers(engine: TransformersEngine) -> list[Any]:
-        return [answer.token_ids for answer in engine.generate(prompts, Sampling(max_tokens=6))]
-
-    assert answers(ours) == answers(plain)
+    sampling = Sampling(max_tokens=6)
+    assert ours.generate(prompts, sampling) == plain.generate(prompts, sampling)
     assert caches == {"NoneType", "DynamicCache", "_RowCaches"}
 
 

@@ -9,7 +9,6 @@ line, beside what our sources import; ``touch_points.md`` is the record for read
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import json
@@ -203,12 +202,9 @@ def installed() -> Sources:
     return Sources(Path(spec.submodule_search_locations[0]))
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("version", nargs="?", help="such as 0.33.0; newest; or a wheel's file")
-    version = parser.parse_args(argv).version
+def main(version: str | None = None) -> int:
+    """Say what broke in a version, "newest", a wheel's file or None: the installed one; return 1 if
+    anything did."""
     with of_version(version) if version else nullcontext(installed()) as sources:
         problems = broken(sources)
     count = len(POINTS) + len(list(imported()))
@@ -217,4 +213,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main(*sys.argv[1:]))
