@@ -211,8 +211,11 @@ def processes(grammars: Grammars) -> list[int]:
     return running
 
 
+Processes = Callable[[], list[int]]
+
+
 @pytest.fixture
-def in_use(grammars: Grammars) -> Callable[[], list[int]]:
+def in_use(grammars: Grammars) -> Processes:
     """The processes of the formats that are in use, none of an earlier test: what failed there is
     kept with its error's frames."""
     gc.collect()
@@ -231,7 +234,7 @@ def test_what_costs_too_much_to_compile_is_refused_and_leaves_nothing(
     cpu_s: float,
     megabytes: int,
     grammars: Grammars,
-    in_use: Callable[[], list[int]],
+    in_use: Processes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By each of the two limits alone, too."""
@@ -269,7 +272,7 @@ def test_a_format_that_nobody_uses_any_more_is_not_given_to_another_request(
 
 @pytest.mark.parametrize("name", [*HOSTILE, *LARGE])
 def test_a_hostile_schema_ends_soon_whatever_becomes_of_it_and_leaves_nothing(
-    name: str, grammars: Grammars, in_use: Callable[[], list[int]]
+    name: str, grammars: Grammars, in_use: Processes
 ) -> None:
     """Compiled, or refused; and as many steps as it lets an answer take.  Without the limits some
     take minutes."""
@@ -290,7 +293,7 @@ def test_a_hostile_schema_ends_soon_whatever_becomes_of_it_and_leaves_nothing(
 
 
 def test_what_takes_longer_than_the_request_has_ends_with_it(
-    grammars: Grammars, in_use: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+    grammars: Grammars, in_use: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "MEMORY", 1 << 30)
     with pytest.raises(TimeoutError):
@@ -300,7 +303,7 @@ def test_what_takes_longer_than_the_request_has_ends_with_it(
 
 def test_requests_of_a_caller_with_one_schema_share_a_process_that_ends_with_them(
     grammars: Grammars,
-    in_use: Callable[[], list[int]],
+    in_use: Processes,
 ) -> None:
     first, second = (prepared(grammars, {"type": "object"}, "a") for _ in range(2))
     other = prepared(grammars, {"type": "object"}, "b")
@@ -318,7 +321,7 @@ def test_requests_of_a_caller_with_one_schema_share_a_process_that_ends_with_the
 
 
 def test_a_mask_that_takes_too_long_ends_its_own_answer(
-    grammars: Grammars, in_use: Callable[[], list[int]]
+    grammars: Grammars, in_use: Processes
 ) -> None:
     slow = prepared(grammars, {"type": "object"}, "a")
     [process] = in_use()
@@ -338,7 +341,7 @@ def test_a_mask_that_takes_too_long_ends_its_own_answer(
 
 
 def test_the_masks_of_a_callers_answers_have_one_account_of_waiting(
-    grammars: Grammars, in_use: Callable[[], list[int]]
+    grammars: Grammars, in_use: Processes
 ) -> None:
     def compiled(const: int, caller: str) -> Any:
         return prepared(grammars, {"const": const}, caller).compiled

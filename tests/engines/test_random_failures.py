@@ -50,15 +50,13 @@ def fail_by_chance(engine: Any, counts: Counter[str]) -> None:
 
 def checked(updates: Sequence[Update], answer: str | None) -> None:
     """Check what came of a request that was not told of a failure: all of it, once."""
-    assert updates[0].prefill is not None
-    assert not any(update.prefill for update in updates[1:])
-    completions = [update.completion for update in updates if update.completion is not None]
-    if answer is None:
-        assert (len(updates), completions) == (1, [])
-        return
-    assert [completion.text for completion in completions] == [answer]
-    assert updates[-1].completion is not None
-    assert answer.startswith("".join(update.piece for update in updates))
+    first, *later = updates
+    assert first.prefill is not None
+    assert not any(update.prefill for update in later)
+    completions = [update.completion.text for update in updates if update.completion is not None]
+    assert completions == ([] if answer is None else [answer])
+    assert (updates[-1].completion is None) == (later == [])
+    assert (answer or "").startswith("".join(update.piece for update in updates))
 
 
 async def test_a_thousand_failures_lose_nothing_but_their_own_requests() -> None:

@@ -212,34 +212,36 @@ async def test_the_time_to_read_a_prompt_is_of_its_passes_at_the_fastest_of_late
     more."""
     long, short = [timed.script.tokenize(text) for text in (LONG, "a")]
     async with timed.open():
+        seconds_to_read = timed.engine.seconds_to_read
         await timed.answer("a")
-        assert timed.engine.seconds_to_read(short) is None, "one small pass may have been slow"
+        assert seconds_to_read(short) is None, "one small pass may have been slow"
         await timed.answer(LONG)
-        assert timed.engine.seconds_to_read(long) == 4
-        assert timed.engine.seconds_to_read([*long, *long]) == 8
+        assert seconds_to_read(long) == 4
+        assert seconds_to_read([*long, *long]) == 8
         await timed.answer("xyz")
-        assert timed.engine.seconds_to_read(long) == 4, "the fastest"
-        assert timed.engine.seconds_to_read(short) == 2 / 8
+        assert seconds_to_read(long) == 4, "the fastest"
+        assert seconds_to_read(short) == 2 / 8
         for _ in range(3):
             await timed.answer("a")
-        assert timed.engine.seconds_to_read(short) == 1
-        assert timed.engine.seconds_to_read(short[:1]) == 1 / 2
+        assert seconds_to_read(short) == 1
+        assert seconds_to_read(short[:1]) == 1 / 2
         timed.script.pass_costs = lambda prompt: [8.0, 24.0]  # type: ignore[method-assign]
-        assert timed.engine.seconds_to_read(long) == 4, "of what it costs, not of its tokens"
+        assert seconds_to_read(long) == 4, "of what it costs, not of its tokens"
         timed.now += 61
-        assert timed.engine.seconds_to_read(long) is None
+        assert seconds_to_read(long) is None
 
 
 async def test_the_cost_of_each_pass_counts_in_what_is_measured(timed: Timed) -> None:
     costs = [8.0, 16.0, 32.0, 16.0]
     timed.script.pass_costs = lambda prompt: costs  # type: ignore[method-assign]
     async with timed.open():
+        seconds_to_read = timed.engine.seconds_to_read
         await timed.answer(LONG)
-        assert timed.engine.seconds_to_read([]) == 72 / 32
+        assert seconds_to_read([]) == 72 / 32
         costs = [4.0]
         for text in "abcd":
             await timed.answer(text)
-        assert timed.engine.seconds_to_read([]) == 4 / 32
+        assert seconds_to_read([]) == 4 / 32
 
 
 async def test_how_long_the_engine_waited_for_a_cpu_is_known_where_the_system_counts_it(

@@ -58,21 +58,16 @@ def families(
     """A configuration's maker for each family of ``families.json``, of two shapes; those that are
     compared in fewer ways apart.  Hybrids have attention in the second block.
 
-    There a row has what its parts have, ``of``, and options of its own; a text that names a size
-    stands for it.  ``expert``: hidden size of an expert.  A maker raises ValueError where this
-    version of transformers does not have the family."""
+    There a row has what its parts have, ``of``, and options of its own; a text that names an option
+    of ``base``, or a size, stands for it.  ``expert``: hidden size of an expert.  A maker raises
+    ValueError where this version of transformers does not have the family."""
     table = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
     no_gqa = {key: value for key, value in base.items() if key != "num_key_value_heads"}
     parts = table["parts"] | {"base": base, "wide": wide, "no_gqa": no_gqa}
     hidden = base["hidden_size"]
-    sizes = {f"hidden / {divisor}": hidden // divisor for divisor in (2, 16, 32)}
-    sizes |= {"hidden": hidden, "2 hidden": 2 * hidden, "expert": expert, "2 expert": 2 * expert}
-    sizes |= {"head": wide["head_dim"], "window": window, "vocabulary": VOCABULARY}
-    sizes |= {
-        "intermediate": base["intermediate_size"],
-        "context": base["max_position_embeddings"],
-        "initializer": base["initializer_range"],
-    }
+    sizes = base | {f"hidden_size / {divisor}": hidden // divisor for divisor in (2, 16, 32)}
+    sizes |= {"2 hidden_size": 2 * hidden, "expert": expert, "2 expert": 2 * expert}
+    sizes |= {"head_dim": wide["head_dim"], "window": window}
 
     def options(value: Any) -> Any:
         if isinstance(value, list):

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import aclosing
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
 from typing import Any
 
-from service.engines.base import Update
+from service.engines.base import EngineOptions, Update
 from service.engines.vllm.engine import VllmEngine
+
+
+@contextmanager
+def loaded(
+    model: Path,
+    context: int,
+    batch: int,
+    *,
+    eager: bool = True,
+    adapter: str | None = None,
+    **options: Any,
+) -> Iterator[VllmEngine]:
+    """An engine of a model on disk, with so many tokens at most in a request and in a step; options
+    as of ``VllmEngine.load``."""
+    extra = {"enforce_eager": str(eager).lower(), "max_model_len": str(context)}
+    extra["max_num_seqs"] = "32"
+    choice = EngineOptions(
+        str(model), dtype="float32", max_batch_tokens=batch, adapter=adapter, extra=extra
+    )
+    engine = VllmEngine.load(choice, **options)
+    yield engine
+    engine.close()
 
 
 def wait(engine: VllmEngine, work: Coroutine[Any, Any, Any]) -> Any:

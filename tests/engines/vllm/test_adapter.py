@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engines.base import EngineOptions, Sampling
+from service.engines.base import Sampling
 from service.errors import ModelLoadError
 from service.readout import Site
 from tests.engines import lora, tiny
@@ -21,6 +21,7 @@ from tests.parity import models
 vllm_or_skip()
 
 from service.engines.vllm.engine import VllmEngine  # noqa: E402
+from tests.engines.vllm.asking import loaded  # noqa: E402
 
 pytestmark = pytest.mark.long
 
@@ -40,13 +41,8 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, adapter: Path) -> Iterator[VllmEngine]:
-    extra = {"max_model_len": "128", "max_num_seqs": "32"}
-    options = EngineOptions(
-        str(model), dtype="float32", max_batch_tokens=32, adapter=str(adapter), extra=extra
-    )
-    loaded = VllmEngine.load(options, rows=True)
-    yield loaded
-    loaded.close()
+    with loaded(model, 128, 32, eager=False, adapter=str(adapter), rows=True) as engine:
+        yield engine
 
 
 def test_the_adapter_is_read_and_no_other(

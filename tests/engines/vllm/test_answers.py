@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engines.base import EngineOptions, Sampling, Update
+from service.engines.base import Sampling, Update
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EngineError
 from service.readout import Probes, Site
@@ -26,7 +26,7 @@ vllm_or_skip()
 
 from service.engines.bridge import run_on  # noqa: E402
 from service.engines.vllm.engine import VllmEngine  # noqa: E402
-from tests.engines.vllm.asking import updates, wait  # noqa: E402
+from tests.engines.vllm.asking import loaded, updates, wait  # noqa: E402
 
 pytestmark = pytest.mark.long
 
@@ -34,6 +34,7 @@ CLOSE = 1e-5  # truth logits, as in tests/parity
 SLOTS = 2
 PROMPT = models.questions()[5].prompt
 MANY = Sampling(max_tokens=40)
+BySite = dict[Site, list[Probes]]
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VllmEngine]:
-    extra = {
-        "enforce_eager": "true",
-        "max_model_len": str(models.CONTEXT),
-        "max_num_seqs": "32",
-    }
-    options = EngineOptions(str(folder), dtype="float32", max_batch_tokens=48, extra=extra)
-    loaded = VllmEngine.load(options, slots=SLOTS, answers=True)
-    assert loaded.reads_answers
-    yield loaded
-    loaded.close()
+    with loaded(folder, models.CONTEXT, 48, slots=SLOTS, answers=True) as engine:
+        assert engine.reads_answers
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +55,7 @@ def reference(folder: Path) -> TransformersEngine:
 
 
 @pytest.fixture(scope="module")
-def probes(reference: TransformersEngine) -> dict[Site, list[Probes]]:
+def probes(reference: TransformersEngine) -> BySite:
     geometry = reference.identity.geometry
 
     def of(site: Site) -> list[Probes]:
@@ -110,7 +104,7 @@ def test_each_update_has_the_mean_so_far(
     site: Site,
     engine: VllmEngine,
     reference: TransformersEngine,
-    probes: dict[Site, list[Probes]],
+    probes: BySite,
 ) -> None:
     sampling, probe = Sampling(max_tokens=9), probes[site][0]
     received = updates(engine, PROMPT, [], sampling=sampling, answer_probes=probe)
@@ -118,7 +112,7 @@ def test_each_update_has_the_mean_so_far(
 
 
 def test_a_reader_that_is_late_misses_nothing(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
+    engine: VllmEngine, reference: TransformersEngine, probes: BySite
 ) -> None:
     """vLLM adds outputs that were not taken to one another, and keeps what came with the first."""
     asked = probes[Site.ATTENTION_HEAD]
@@ -131,7 +125,7 @@ def test_a_reader_that_is_late_misses_nothing(
 
 
 def test_an_answer_that_is_given_up_is_forgotten_at_once(
-    engine: VllmEngine, probes: dict[Site, list[Probes]]
+    engine: VllmEngine, probes: BySite
 ) -> None:
     probe = probes[Site.ATTENTION_HEAD][0]
     received = updates(engine, PROMPT, [], sampling=MANY, answer_probes=probe, count=5)
@@ -140,7 +134,7 @@ def test_an_answer_that_is_given_up_is_forgotten_at_once(
 
 
 def test_its_slot_is_its_own_until_the_answer_has_ended(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
+    engine: VllmEngine, reference: TransformersEngine, probes: BySite
 ) -> None:
     """The prompt's slots are free once the prompt was read."""
     first, *others = probes[Site.ATTENTION_HEAD]
@@ -165,7 +159,7 @@ def test_its_slot_is_its_own_until_the_answer_has_ended(
 
 
 def test_an_answer_that_ends_early_is_read_as_far_as_it_went(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
+    engine: VllmEngine, reference: TransformersEngine, probes: BySite
 ) -> None:
     first, second, _ = probes[Site.ATTENTION_HEAD]
     [whole] = engine.generate([PROMPT], MANY)
@@ -187,7 +181,7 @@ def test_an_answer_that_ends_early_is_read_as_far_as_it_went(
 
 
 def test_a_written_text_is_read_over_its_last_tokens(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
+    engine: VllmEngine, reference: TransformersEngine, probes: BySite
 ) -> None:
     prompts, last = [question.prompt for question in models.questions()[2:6]], [5, 1, 9, 3]
     every = [probes[site][0] for site in Site]

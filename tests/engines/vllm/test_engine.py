@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from service.demo import MODEL_DIR
-from service.engines.base import Engine, EngineOptions, Sampling
+from service.engines.base import Engine, Sampling
 from service.engines.formats import Format
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
@@ -32,7 +32,7 @@ from tests.running import until
 vllm_or_skip()
 
 from service.engines.vllm.engine import VllmEngine  # noqa: E402
-from tests.engines.vllm.asking import updates, wait  # noqa: E402
+from tests.engines.vllm.asking import loaded, updates, wait  # noqa: E402
 
 CONTEXT = 128
 PROMPTS = tiny.prompts([1, 30, 7, 90, 30, 126], seed=4)
@@ -41,14 +41,11 @@ OPEN, SHUT = map(tiny.gate, (1.0, 0.0))
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    extra = {"enforce_eager": "true", "max_model_len": str(CONTEXT), "max_num_seqs": "32"}
-    options = EngineOptions(model=str(MODEL_DIR), dtype="float32", max_batch_tokens=32, extra=extra)
-    loaded = VllmEngine.load(options, slots=2, rows=True)
-    yield loaded
-    loaded.close()
-    loaded.close()  # safe to call twice
+    with loaded(MODEL_DIR, CONTEXT, 32, slots=2, rows=True) as engine:
+        yield engine
+    engine.close()  # safe to call twice
     with pytest.raises(EngineError, match="closed"):
-        loaded.score(PROMPTS, [])
+        engine.score(PROMPTS, [])
 
 
 @pytest.fixture(scope="module")
