@@ -291,20 +291,15 @@ async def test_many_answers_of_one_caller_leave_another_every_second_token(
 async def test_caches_of_running_answers_are_bounded(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    largest, begin = 0, bench.script.begin
-
-    def watched(*arguments: Any) -> Any:
-        nonlocal largest
-        opened = begin(*arguments)
-        largest = max(largest, bench.script.counters.open_continuations)
-        return opened
-
-    monkeypatch.setattr(bench.script, "begin", watched)
+    counters, opened = bench.script.counters, list[int]()
+    monkeypatch.setattr(
+        bench.script, "step_together", lambda _: opened.append(counters.open_continuations)
+    )
     async with bench.open(max_kv_tokens=3 * 40):
         tasks = [bench.start(f"prompt {n}", sampling=Sampling(max_tokens=30)) for n in range(10)]
         for task in tasks:
-            assert "".join(update.piece for update in await task) == bench.script.answer
-    assert 1 <= largest <= 3
+            assert text_of(await task) == bench.script.answer
+    assert 1 <= max(opened) <= 3
 
 
 async def test_a_batch_waits_for_as_many_prompts_as_last_time(bench: Bench) -> None:

@@ -4,6 +4,7 @@ which graph."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -358,11 +359,12 @@ def test_the_stream_of_a_family_without_a_row_is_what_the_blocks_hand_on(
     model.model = Decoder(block, reads, *between)
     unknown = family_of(SimpleNamespace(model_type="new"))
     plan = Plan(GEOMETRY, (Site.RESIDUAL_STREAM,), SLOTS, False)
+    install = partial(attach.install, model, unknown, plan, 0, 1, CPU, torch.float32)
     if problem:
         with pytest.raises(EngineError, match=f"new: a block of vLLM's Module .*{problem}"):
-            attach.install(model, unknown, plan, 0, 1, CPU, torch.float32)
+            install()
         return
-    [readout] = attach.install(model, unknown, plan, 0, 1, CPU, torch.float32).values()
+    [readout] = install().values()
     readout.start(torch.tensor(ONSETS))
     stream = hidden()
     with torch.inference_mode():

@@ -78,9 +78,10 @@ async def test_an_unused_slot_is_replaced_and_never_one_in_use() -> None:
     assert await slots.hold([FOURTH]) == [0]
     slots.release([1])
     assert await slots.hold([SECOND]) == [1]
-    slots, _ = made()
+    slots, written = made()
     for probe in (FIRST, SECOND, FIRST):
         slots.release(await slots.hold([probe]))
+    assert written.count == 2
     assert await slots.hold([THIRD]) == [1]  # the least recently used goes first
 
 
@@ -109,16 +110,7 @@ async def test_a_slot_that_another_server_took_is_written_again() -> None:
     [column] = await slots.hold([FIRST])
     assert written.count == 2
     assert slots.digests([column]) != before
-    slots, written = made(slots=3)
-
-    async def use(probe: Probes) -> None:
-        [column] = await slots.hold([probe])
-        await asyncio.sleep(0)
-        assert written.probes[Site.ATTENTION_HEAD, column] is probe
-        slots.release([column])
-
-    await asyncio.gather(*(use(probe) for probe in (FIRST, SECOND, THIRD) * 20))
-    assert written.count == 3
+    slots, _ = made(slots=3)
     with pytest.raises(EngineError, match="context probes.*'slots' of the key 'hallutracer'"):
         await slots.hold(Loaded(3).probes)
     assert await slots.hold(Loaded(2).probes) == [0, 1, 2]
