@@ -84,10 +84,15 @@ def reference(base: Path, adapter: Path, merged: Path) -> TransformersEngine:
     return engine
 
 
+def shipped_bundle() -> Bundle:
+    """The demo's."""
+    return Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
+
+
 def save_bundle(engine: Any, folder: Path) -> Bundle:
     """The demo's bundle with the readings of this engine, and its adapter's digest, as one of a
     store in ``folder``."""
-    shipped = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
+    shipped = shipped_bundle()
     model = replace(shipped.manifest.model, adapter=engine.identity.adapter)
     manifest = replace(shipped.manifest, name="adapted", model=model)
     scorer = Scorer.__new__(Scorer)  # its golden prompts are to be made

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from probes_store.errors import WrongModel
-from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
 from service.engines.adapters import CONFIG, WEIGHTS, digest_of
 from service.engines.base import Sampling
@@ -98,10 +97,9 @@ def test_the_embedded_engine_reads_the_model_with_its_adapter(
         for each in (engine, merged, plain)
     ]
     assert answers[0] == answers[1] != answers[2]
-    own = lora.save_bundle(engine, tmp_path / "store")
-    shipped = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
-    Scorer(engine, own)
-    for each, bundle in ((engine, shipped), (plain, own)):
+    adapted_bundle = lora.save_bundle(engine, tmp_path / "store")
+    Scorer(engine, adapted_bundle)
+    for each, bundle in ((engine, lora.shipped_bundle()), (plain, adapted_bundle)):
         with pytest.raises(WrongModel, match="trained on another adapter"):
             Scorer(each, bundle)
 

@@ -68,14 +68,9 @@ def probes(reference: TransformersEngine) -> BySite:
 def _nothing_is_left(engine: VllmEngine) -> Iterator[None]:
     """No slot is held after a test, and the worker knows of no answer."""
     yield
-    until(
-        lambda: engine.counters.open_continuations == 0 and described(engine)["answering"] == 0, 20
-    )
+    until(lambda: engine.counters.open_continuations == 0)
+    until(lambda: run_on(engine.loop, engine._describe())["answering"] == 0)
     assert not any(slot.users for slot in engine.slots._slots)
-
-
-def described(engine: VllmEngine) -> Any:
-    return run_on(engine.loop, engine._describe())
 
 
 def check(

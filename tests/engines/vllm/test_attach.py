@@ -167,11 +167,6 @@ def activations_of(inputs: torch.Tensor) -> dict[Site, np.ndarray]:
     return {site: torch.stack(rows, 1).numpy() for site, rows in both}
 
 
-def expected(rows: np.ndarray, probes: Probes) -> np.ndarray:
-    readout = GEOMETRY.select(rows, probes.head, probes.site)
-    return truth_logits(readout, probes.direction, probes.bias, probes.scale)
-
-
 def probes(site: Site, seed: int) -> Probes:
     return tiny.probes(GEOMETRY, site, seed, scaled=True)
 
@@ -180,7 +175,9 @@ def check_read(
     read: np.ndarray, slot: int, rows: np.ndarray, probe: Probes, onsets: Sequence[int] = ONSETS
 ) -> None:
     """Truth logits [layers, onsets, slots] are those of a slot's probe."""
-    np.testing.assert_allclose(read[:, :, slot].T, expected(rows[onsets], probe), atol=1e-5)
+    readout = GEOMETRY.select(rows[onsets], probe.head, probe.site)
+    expected = truth_logits(readout, probe.direction, probe.bias, probe.scale)
+    np.testing.assert_allclose(read[:, :, slot].T, expected, atol=1e-5)
 
 
 def test_half_types_are_read_in_float32_and_of_all_heads_only_the_slots_are_kept() -> None:
