@@ -13,14 +13,13 @@ from service.engines.base import Sampling
 from service.errors import NonFiniteReadout
 from service.readout import Probes, Site
 from tests.engines import tiny
-from tests.engines.transformers.test_decoding import KINDS, LENGTHS
+from tests.engines.transformers.test_decoding import KINDS, LENGTHS, beginnings
 
 
 def by_hand(engine: Any, prompt: list[int], answer: list[int], probes: Probes) -> np.ndarray:
     """Mean truth logits [m] at the onsets of the beginnings that end in one of the answer's
     tokens."""
-    beginnings = [[*prompt, *answer[: count + 1]] for count in range(len(answer))]
-    return tiny.trajectories(engine, beginnings, probes).mean(axis=0)
+    return tiny.trajectories(engine, beginnings(prompt, answer)[1:], probes).mean(axis=0)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -70,8 +69,7 @@ def test_training_reads_the_tokens_that_serving_reads(name: str, site: Site) -> 
     for prompt, completion, read in zip(
         prompts, extraction.completions, extraction.answers, strict=True
     ):
-        ids = list(completion.token_ids[:-1])
-        ends = [[*prompt, *ids[: count + 1]] for count in range(len(ids))]
+        ends = beginnings(prompt, completion.token_ids[:-1])[1:]
         expected = engine.extract(ends, [site]).activations[site].mean(axis=0)
         np.testing.assert_allclose(read, expected, rtol=1e-3, atol=1e-4)
     short = engine.extract(prompts[:2], [site], sampling=Sampling(max_tokens=1), answer_site=site)

@@ -371,6 +371,11 @@ def test_stop_strings_end_the_answer_before_themselves() -> None:
 # Traced
 
 
+def beginnings(prompt: list[int], ids: Sequence[int]) -> list[list[int]]:
+    """The prompt with each number of the first of these tokens, from none to all."""
+    return [[*prompt, *ids[:count]] for count in range(len(ids) + 1)]
+
+
 def check_trace(engine: Any, prompt: list[int], answer: TracedAnswer) -> None:
     """Against one whole forward pass for the log-probabilities, and ``extract`` of every beginning
     for states."""
@@ -381,8 +386,8 @@ def check_trace(engine: Any, prompt: list[int], answer: TracedAnswer) -> None:
     np.testing.assert_allclose(
         answer.log_prob, log_prob[torch.arange(len(ids)), torch.tensor(ids)].numpy(), atol=2e-4
     )
-    beginnings = [[*prompt, *ids[:count]] for count in range(len(ids))]
-    states = engine.extract(beginnings, [Site.RESIDUAL_STREAM]).activations[Site.RESIDUAL_STREAM]
+    site, *written = Site.RESIDUAL_STREAM, *beginnings(prompt, ids[:-1])
+    states = engine.extract(written, [site]).activations[site]
     np.testing.assert_allclose(answer.last, states[-1], rtol=1e-3, atol=1e-3)
     of_answer = states[1:] if len(ids) > 1 else states
     np.testing.assert_allclose(answer.mean, of_answer.mean(axis=0), rtol=1e-3, atol=1e-3)

@@ -56,12 +56,10 @@ def reference(folder: Path) -> TransformersEngine:
 
 @pytest.fixture(scope="module")
 def probes(reference: TransformersEngine) -> BySite:
-    geometry = reference.identity.geometry
-
-    def of(site: Site) -> list[Probes]:
-        return [tiny.probes(geometry, site, seed, scaled=True) for seed in (7, 8, 9)]
-
-    return {site: of(site) for site in Site}
+    return {
+        site: [tiny.probes_of(reference, site, seed, scaled=True) for seed in (7, 8, 9)]
+        for site in Site
+    }
 
 
 @pytest.fixture(autouse=True)

@@ -55,8 +55,7 @@ def reference() -> TransformersEngine:
 
 @pytest.fixture(scope="module")
 def probes(reference: TransformersEngine) -> list[Probes]:
-    geometry = reference.identity.geometry
-    return [tiny.probes(geometry, site, seed, scaled=True) for seed in (2, 3) for site in Site]
+    return [tiny.probes_of(reference, site, seed, scaled=True) for seed in (2, 3) for site in Site]
 
 
 @pytest.fixture(autouse=True)
@@ -79,11 +78,8 @@ def _nothing_is_left(request: pytest.FixtureRequest, engine: VllmEngine) -> Iter
         return [sample.value for sample in samples]
 
     until(lambda: engine.counters.open_continuations == 0 and not any(running()), 20)
-    geometry = engine.identity.geometry
-    [result] = engine.score(
-        PROMPTS[:1], [tiny.probes(geometry, site, seed) for seed in (20, 21) for site in Site]
-    )
-    assert len(result.trajectories) == 4
+    probes = [tiny.probes_of(engine, site, seed) for seed in (20, 21) for site in Site]
+    assert tiny.logits(engine, PROMPTS[:1], probes).shape[1] == 4
 
 
 def test_the_identity_equals_the_references(engine: Engine, reference: TransformersEngine) -> None:

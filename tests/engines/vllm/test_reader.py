@@ -455,15 +455,12 @@ def test_the_gate_reads_the_context_as_the_request_side_does(columns: tuple[int,
         assert gated is judging.closes(result) is closes
 
 
-WEIGHTS = [(1.5,), (1.0, 0.7, -0.4), (0.0, 0.0, 1.0)]
-
-
 @pytest.mark.parametrize("slot", range(4))
 def test_a_gate_closes_at_and_above_its_threshold(slot: int) -> None:
     """As on the request side, which decides what is closer to it than can be told here, and closes
     it at a NaN."""
     columns = slot, 0, 0, 0
-    for weight, intercept in product(WEIGHTS, (-1.0, 0.3)):
+    for weight, intercept in product(((1.5,), (1.0, 0.7, -0.4), (0.0, 0.0, 1.0)), (-1.0, 0.3)):
         gate = tiny.gate(2.0, weight, intercept)
         _, _, result = judged(gate, columns)
         exact, _ = risk_of(gate, result)
