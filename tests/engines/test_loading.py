@@ -124,15 +124,7 @@ def test_a_hub_name_is_no_path() -> None:
     assert not places.looks_like_path("owner/model")
 
 
-@pytest.mark.parametrize(
-    ("option", "bad"),
-    [
-        ("dtype", "int4"),
-        ("max_batch_tokens", 0),
-        *(("device", device) for device in ("abacus", "meta", "cuda:99")),
-        ("extra", {"speed": "fast"}),
-    ],
-)
+@pytest.mark.parametrize(("option", "bad"), TABLES["options"])
 def test_an_option_that_is_none_is_named(saved: Path, option: str, bad: Any) -> None:
     with pytest.raises(ModelLoadError) as caught:
         tiny.load_engine(saved, **{option: bad})

@@ -71,10 +71,9 @@ async def test_a_thousand_failures_lose_nothing_but_their_own_requests() -> None
 
     async def ask(client: int) -> None:
         number = chance.randrange(len(prompts))
-        answers = chance.random() < 0.8
+        sampling = SAMPLING if chance.random() < 0.8 else None
         leaves = chance.random() < 0.1
         updates: list[Update] = []
-        sampling = SAMPLING if answers else None
         turn = Turn(f"caller {client % 3}", client)
         try:
             async with aclosing(
@@ -89,7 +88,7 @@ async def test_a_thousand_failures_lose_nothing_but_their_own_requests() -> None
             return
         ended["left" if leaves else "answered"] += 1
         if not leaves:
-            checked(updates, texts[number] if answers else None)
+            checked(updates, texts[number] if sampling else None)
 
     async def client(number: int) -> None:
         while counts.total() < FAILURES:

@@ -160,10 +160,8 @@ class Bench:
         async with aclosing(self.engine.answer(tokens, probes, **options)) as updates:
             return [update async for update in updates]
 
-    def start(
-        self, text: str, probe: Probes | None = None, **options: Any
-    ) -> asyncio.Task[list[Update]]:
-        return asyncio.create_task(self.answer(text, probe, **options))
+    def start(self, *request: Any, **options: Any) -> asyncio.Task[list[Update]]:
+        return asyncio.create_task(self.answer(*request, **options))
 
     @asynccontextmanager
     async def standing(self) -> AsyncIterator[None]:
