@@ -22,8 +22,6 @@ from service.scoring import Scorer
 from tests.engines import lora, tiny
 from tests.parity import models
 
-QUESTION = "What is the capital of Italy?"
-
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -81,7 +79,7 @@ def test_the_embedded_engine_reads_the_model_with_its_adapter(
     merged = lora.reference(MODEL_DIR, adapter, tmp_path / "merged")
     assert engine.identity == merged.identity
     prompts = [
-        engine.render_chat([{"role": "user", "content": QUESTION}]),
+        engine.render_chat([{"role": "user", "content": "What is the capital of Italy?"}]),
         *tiny.prompts([1, 17, 60], seed=2),
     ]
     probes = [tiny.probes_of(engine, site, 3) for site in Site]

@@ -333,9 +333,6 @@ OURS = Directive(first_token=True)
 ARGS = OURS.encode()
 
 
-def nothing(*_: Any) -> None: ...
-
-
 def runner(mixin: type, **methods: Any) -> Any:
     """A runner with the adapter, whose own methods do no more than these."""
     made: Any = type("Runner", (mixin, type("Base", (), methods)), {})()
@@ -359,8 +356,8 @@ def step(
 
 def test_a_runner_forgets_what_has_ended_and_nothing_else() -> None:
     """A preempted request's answer goes on; V2 is given its directive again."""
-    first = runner(worker.V1Reading, execute_model=nothing)
-    second = runner(worker.V2Reading, add_requests=nothing, finish_requests=nothing)
+    first = runner(worker.V1Reading, execute_model=Mock())
+    second = runner(worker.V2Reading, add_requests=Mock(), finish_requests=Mock())
     for each in (first, second):
         each.hallutracer.answering = dict.fromkeys("abc", Directive(answer=(1, "its own")))
     second.add_requests(step(a=ARGS, b=Directive(slot=1).encode(), unrelated=None))
