@@ -2,7 +2,7 @@
 
 The blocks are found by structure in any decoder (``block_list``), and with them the residual
 stream.  A row of ``FAMILIES`` says which module of a block has the heads; to read those of another
-family, add one row and one config to ``tests/engines/tiny.py``.  To read another site, name it in
+family, add one row, and one to ``tests/engines/families.json``.  To read another site, name it in
 ``readout.Site`` and add one row to ``SITES``."""
 
 from __future__ import annotations

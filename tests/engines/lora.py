@@ -17,11 +17,11 @@ from probes_store.bundle import Bundle, BundleDraft
 from probes_store.store import SHIPPED, Store
 from probes_store.tensors import Golden
 from service.engines.adapters import identity_with
-from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.policies.guard import OBSERVE
 from service.readout import Probes, Site
 from service.scoring import Scorer
+from tests.engines import tiny
 from tests.kit.bundles import write_bundle
 
 RANK, ALPHA = 4, 8
@@ -78,20 +78,23 @@ def save_merged(base: Path, adapter: Path, folder: Path) -> Path:
 def reference(base: Path, adapter: Path, merged: Path) -> TransformersEngine:
     """The embedded engine on the merged weights, under the identity of the model with the
     adapter."""
-    plain = TransformersEngine.load(EngineOptions(str(base), dtype="float32"))
-    engine = TransformersEngine.load(
-        EngineOptions(str(save_merged(base, adapter, merged)), dtype="float32")
-    )
+    plain = tiny.load_engine(base, dtype="float32")
+    engine = tiny.load_engine(save_merged(base, adapter, merged), dtype="float32")
     engine.identity = identity_with(plain.identity, adapter)
     return engine
 
 
-def save_bundle(engine: Any, folder: Path, name: str = "adapted") -> Bundle:
+def shipped_bundle() -> Bundle:
+    """The demo's."""
+    return Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
+
+
+def save_bundle(engine: Any, folder: Path) -> Bundle:
     """The demo's bundle with the readings of this engine, and its adapter's digest, as one of a
     store in ``folder``."""
-    shipped = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
+    shipped = shipped_bundle()
     model = replace(shipped.manifest.model, adapter=engine.identity.adapter)
-    manifest = replace(shipped.manifest, name=name, model=model)
+    manifest = replace(shipped.manifest, name="adapted", model=model)
     scorer = Scorer.__new__(Scorer)  # its golden prompts are to be made
     scorer.engine = engine
     scorer.bundle = replace(shipped, manifest=manifest)
@@ -105,4 +108,4 @@ def save_bundle(engine: Any, folder: Path, name: str = "adapted") -> Bundle:
         np.array([report.risk for report in reports]),
     )
     draft = BundleDraft(manifest, shipped.probes, golden, shipped.evaluation(), "A test's.")
-    return write_bundle(draft, folder / name / "1")
+    return write_bundle(draft, folder / "adapted" / "1")

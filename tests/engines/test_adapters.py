@@ -13,18 +13,14 @@ import numpy as np
 import pytest
 
 from probes_store.errors import WrongModel
-from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
 from service.engines.adapters import CONFIG, WEIGHTS, digest_of
-from service.engines.base import EngineOptions, Sampling
-from service.engines.transformers.engine import TransformersEngine
+from service.engines.base import Sampling
 from service.errors import ModelLoadError
 from service.readout import Site
 from service.scoring import Scorer
 from tests.engines import lora, tiny
 from tests.parity import models
-
-QUESTION = "What is the capital of Italy?"
 
 
 @pytest.fixture(scope="module")
@@ -67,33 +63,30 @@ def test_what_is_no_adapter_is_refused_by_name(adapter: Path, tmp_path: Path) ->
         (changed(adapter, tmp_path / "ia3", peft_type="IA3"), "is not a LoRA adapter's"),
     ):
         with pytest.raises(ModelLoadError, match=words) as caught:
-            TransformersEngine.load(EngineOptions(str(MODEL_DIR), adapter=str(folder)))
+            tiny.load_engine(MODEL_DIR, adapter=str(folder))
         assert caught.value.param == "adapter"
     if importlib.util.find_spec("peft") is None:
         with pytest.raises(ModelLoadError, match=r"hallutracer\[lora\]"):
-            TransformersEngine.load(EngineOptions(str(MODEL_DIR), adapter=str(adapter)))
+            tiny.load_engine(MODEL_DIR, adapter=str(adapter))
 
 
 def test_the_embedded_engine_reads_the_model_with_its_adapter(
     adapter: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
-    engine = TransformersEngine.load(
-        EngineOptions(str(MODEL_DIR), dtype="float32", adapter=str(adapter))
-    )
-    plain = TransformersEngine.load(EngineOptions(str(MODEL_DIR), dtype="float32"))
+    engine = tiny.load_engine(MODEL_DIR, dtype="float32", adapter=str(adapter))
+    plain = tiny.load_engine(MODEL_DIR, dtype="float32")
     merged = lora.reference(MODEL_DIR, adapter, tmp_path / "merged")
     assert engine.identity == merged.identity
     prompts = [
-        engine.render_chat([{"role": "user", "content": QUESTION}]),
+        engine.render_chat([{"role": "user", "content": "What is the capital of Italy?"}]),
         *tiny.prompts([1, 17, 60], seed=2),
     ]
     probes = [tiny.probes_of(engine, site, 3) for site in Site]
 
-    def read(reader: TransformersEngine) -> Any:
-        return np.array([result.trajectories for result in reader.score(prompts, probes)])
-
-    adapted, wanted, without = map(read, (engine, merged, plain))
+    adapted, wanted, without = (
+        tiny.logits(each, prompts, probes) for each in (engine, merged, plain)
+    )
     size = np.abs(wanted).max()
     assert np.abs(adapted - wanted).max() < 1e-5 * max(size, 1.0)
     assert np.abs(adapted - without).max() > 1e-2 * size
@@ -102,10 +95,9 @@ def test_the_embedded_engine_reads_the_model_with_its_adapter(
         for each in (engine, merged, plain)
     ]
     assert answers[0] == answers[1] != answers[2]
-    own = lora.save_bundle(engine, tmp_path / "store")
-    shipped = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
-    Scorer(engine, own)
-    for each, bundle in ((engine, shipped), (plain, own)):
+    adapted_bundle = lora.save_bundle(engine, tmp_path / "store")
+    Scorer(engine, adapted_bundle)
+    for each, bundle in ((engine, lora.shipped_bundle()), (plain, adapted_bundle)):
         with pytest.raises(WrongModel, match="trained on another adapter"):
             Scorer(each, bundle)
 
@@ -114,4 +106,4 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -
     pytest.importorskip("peft")
     other = models.save("llama", tmp_path / "other")
     with pytest.raises(ModelLoadError, match="another model's|cannot be loaded"):
-        TransformersEngine.load(EngineOptions(str(other), adapter=str(adapter)))
+        tiny.load_engine(other, adapter=str(adapter))

@@ -20,8 +20,9 @@ from service.demo import MODEL_DIR
 from service.engines.checks import Tokens, spelling_of
 from service.errors import RequestError
 from tests.engines import tiny
+from tests.kit.chats import turns
 
-USER = [{"role": "user", "content": "Who?"}]
+USER = turns("Who?")
 
 
 def test_the_tokenizers_and_the_templates_special_tokens_come_once():
@@ -133,7 +134,7 @@ def test_a_tokenizer_that_cannot_split_a_special_token_refuses_it():
         pre_tokenizers.WhitespaceSplit()
     )  # a word is one token, with all that stands in it
     with pytest.raises(RequestError, match="special token '</s>'"):
-        Tokens(tokenizer).render_chat([{"role": "user", "content": "a</s>b"}])
+        Tokens(tokenizer).render_chat(turns("a</s>b"))
 
 
 @given(st.text(max_size=60).filter(lambda text: "<" not in text))
@@ -148,7 +149,7 @@ def test_lone_surrogates_are_refused_by_position():
     with pytest.raises(RequestError, match=r"character 2 .* U\+D83D"):
         tokens.tokenize("ab\ud83d")
     with pytest.raises(RequestError, match="surrogate"):
-        tokens.render_chat([{"role": "user", "content": "\udc80"}])
+        tokens.render_chat(turns("\udc80"))
 
 
 def test_the_digest_survives_a_save_and_a_padded_call_and_sees_a_change(tmp_path):
@@ -229,8 +230,7 @@ def test_many_special_tokens_are_looked_for_at_once() -> None:
 
 def test_threads_that_encode_chats_at_once_read_special_tokens_alike() -> None:
     tokens = Tokens(tiny.tokenizer())
-    plain = [{"role": "user", "content": "Hi" * 200}]
-    forged = [{"role": "user", "content": "</s><s>" * 50}]
+    plain, forged = turns("Hi" * 200), turns("</s><s>" * 50)
     expected = [tokens.encode_chat(plain), tokens.encode_chat(forged)]
 
     def work(number: int) -> bool:

@@ -22,11 +22,10 @@ from gguf.quants import _type_traits
 from tokenizers import models, pre_tokenizers
 
 from service.engines import gguf, places
-from service.engines.base import EngineOptions
-from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
 from service.readout import Site
 from tests.engines import tiny
+from tests.kit.chats import turns
 
 Q8_0 = writer.GGMLQuantizationType.Q8_0
 ARCHITECTURES = {"qwen2": writer.MODEL_ARCH.QWEN2, "qwen3": writer.MODEL_ARCH.QWEN3}
@@ -61,7 +60,7 @@ def write(
     path: Path,
     family: str,
     *,
-    adds_bos: bool | None = True,
+    adds_bos: bool = True,
     architecture: str | None = None,
     quantized: bool = False,
     template: str | None = TEMPLATE,
@@ -92,8 +91,8 @@ def write(
         "bos_token_id": tokens["<s>"],
         "eos_token_id": tokens["</s>"],
         "pad_token_id": tokens["</s>"],
+        "add_bos_token": adds_bos,
         **({} if template is None else {"chat_template": template}),
-        **({} if adds_bos is None else {"add_bos_token": adds_bos}),
     }.items():
         getattr(out, f"add_{name}")(value)
     names = writer.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
@@ -118,22 +117,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return folder / "models"
 
 
-def load(path: Path, **options: Any) -> TransformersEngine:
-    return TransformersEngine.load(EngineOptions(model=str(path), **options))
-
-
 @pytest.mark.parametrize("family", sorted(ARCHITECTURES))
 def test_it_reads_what_its_safetensors_twin_reads(family: str, tmp_path: Path) -> None:
     twin = tmp_path / "twin"
     model(family).save_pretrained(twin)
     tokenizer().save_pretrained(twin)
-    ours, theirs = load(write(tmp_path / "Tiny-Q.gguf", family)), load(twin)
+    ours, theirs = tiny.load_engine(write(tmp_path / "Tiny-Q.gguf", family)), tiny.load_engine(twin)
     assert ours.identity.model == "Tiny-Q"
     assert ours.identity.geometry == theirs.identity.geometry
     for text in TEXTS:
         assert ours.tokenize(text) == theirs.tokenize(text)
         assert ours.detokenize(ours.tokenize(text)) == theirs.detokenize(theirs.tokenize(text))
-        message = [{"role": "user", "content": text}]
+        message = turns(text)
         assert ours.render_chat(message) == theirs.render_chat(message)
     prompts = [ours.tokenize(text) for text in TEXTS]
     extracted, expected = ours.extract(prompts, list(Site)), theirs.extract(prompts, list(Site))
@@ -144,13 +139,13 @@ def test_it_reads_what_its_safetensors_twin_reads(family: str, tmp_path: Path) -
 
 def test_a_file_is_converted_once_and_its_fingerprint_stays(tmp_path: Path, cache: Path) -> None:
     file = write(tmp_path / "model.gguf", "qwen2")
-    first = load(file).identity
+    first = tiny.load_engine(file).identity
     [made] = cache.iterdir()
     stamp = (made / "model" / "model.safetensors").stat().st_mtime_ns
-    assert load(file).identity == first
+    assert tiny.load_engine(file).identity == first
     assert (made / "model" / "model.safetensors").stat().st_mtime_ns == stamp
     shutil.rmtree(cache)
-    assert load(file).identity == first
+    assert tiny.load_engine(file).identity == first
     assert [entry.name for entry in made.iterdir()] == ["model"], "nothing half made is left"
 
 
@@ -294,9 +289,9 @@ def test_a_cache_that_is_only_read_is_good_enough_where_the_folder_is_there(
 
 def test_the_files_own_rule_for_the_first_token_is_kept(tmp_path: Path) -> None:
     """transformers' conversion forgets it, and some models answer nothing of use without."""
-    engine = load(write(tmp_path / "model.gguf", "qwen2", adds_bos=False))
+    engine = tiny.load_engine(write(tmp_path / "model.gguf", "qwen2", adds_bos=False))
     assert engine.tokenize("ab") == [vocabulary()["ab"]]
-    assert engine.render_chat([{"role": "user", "content": "ab"}])[0] == vocabulary()["<|user|>"]
+    assert engine.render_chat(turns("ab"))[0] == vocabulary()["<|user|>"]
 
 
 def test_what_cannot_be_read_is_refused(
@@ -306,21 +301,21 @@ def test_what_cannot_be_read_is_refused(
     for content in (b"GGUF", b"GGUF" + bytes(60), b"no gguf at all"):
         file.write_bytes(content)
         with pytest.raises(ModelLoadError, match="not a sound GGUF file"):
-            load(file)
+            tiny.load_engine(file)
     whole = write(tmp_path / "whole.gguf", "qwen2")
     file.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
     with pytest.raises(ModelLoadError, match="model.gguf"):
-        load(file)
+        tiny.load_engine(file)
     with pytest.raises(ModelLoadError, match="without revisions"):
-        load(whole, revision="main")
+        tiny.load_engine(whole, revision="main")
     for family in ("starcoder2", "nothing-known"):
         with pytest.raises((UnknownFamily, ModelLoadError), match=family):
-            load(write(tmp_path / f"{family}.gguf", "qwen2", architecture=family))
+            tiny.load_engine(write(tmp_path / f"{family}.gguf", "qwen2", architecture=family))
     assert not list(cache.glob("*/*"))
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 1000))
     with pytest.raises(ModelLoadError, match="HALLUTRACER_CACHE"):
-        load(whole)
+        tiny.load_engine(whole)
 
 
 def test_a_packaged_model_that_is_not_installed_or_in_another_version(
@@ -333,4 +328,4 @@ def test_a_packaged_model_that_is_not_installed_or_in_another_version(
         packaged = places.PackagedModel("Some-Model", package, version, "numpy/__init__.py", "MIT")
         monkeypatch.setitem(places.PACKAGED, "some", packaged)
         with pytest.raises(ModelLoadError, match=named):
-            load(Path("some"))
+            tiny.load_engine(Path("some"))

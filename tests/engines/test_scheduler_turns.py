@@ -4,7 +4,7 @@ on."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from service.engines.base import Sampling, Turn
 from service.engines.request_queue import RequestQueue
 from service.engines.shares import Account, Kind, Shares
 from service.errors import EngineError
+from tests.engines import tiny
 from tests.engines.test_scheduler import Bench, holds, logits, request
 from tests.matching import Held
-from tests.running import until as wait_until
+from tests.running import until, until_on_loop
 from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
@@ -70,16 +71,8 @@ class Timed(Bench):
         held = self.held_at[number]
         assert await asyncio.to_thread(held.entered.wait, 20)
         yield
-        await until(lambda: len(self.engine._queue.waiting) >= meanwhile)
+        await until_on_loop(lambda: len(self.engine._queue.waiting) >= meanwhile)
         held.release.set()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(20_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("the condition never became true")
 
 
 @pytest.fixture
@@ -111,37 +104,33 @@ async def test_short_prompts_run_between_the_passes_of_a_long_one(
     assert timed.batches == [1] * 7
 
 
-@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("options", [{"first_token": True}, {"last": [1, 2, 3]}])
 async def test_callers_have_their_turns_between_synchronous_scores(
-    timed: Timed, answers: bool
+    timed: Timed, options: dict[str, Any]
 ) -> None:
     """As a reload's golden prompts are scored while prompts are being served, and its golden
     answers are read."""
+    answers, order = "last" in options, list[str]()
     golden = [timed.script.tokenize(f"golden{n}") for n in range(3)]
-    score, order = timed.script.score, list[str]()
+    expected = ScriptedEngine(answer=timed.script.answer).score(golden, [timed.probe], **options)
+    score = timed.script.score
 
     def recorded(prompts: Any, *arguments: Any, **options: Any) -> Any:
         order.extend(timed.script.detokenize(prompt)[:-1] for prompt in prompts)
-        if (
-            answers and order[-1] == "caller" and 0 < order.count("golden") < 3
-        ):  # its thread asks for the next one
-            wait_until(lambda: bool(timed.engine._calls))
+        if answers and order[-1] == "caller" and 0 < order.count("golden") < 3:
+            until(lambda: bool(timed.engine._calls))  # its thread asks for the next one
         return score(prompts, *arguments, **options)
 
     timed.script.score = recorded  # type: ignore[method-assign]
     timed.held_at[0] = Held()
-    options: dict[str, Any] = {"last": [1, 2, 3]} if answers else {"first_token": True}
-    expected = ScriptedEngine(answer=timed.script.answer).score(golden, [timed.probe], **options)
     async with timed.open():
         caller = [timed.start(f"caller{n}", turn=Turn("caller")) for n in range(4)]
-        queue = timed.engine._queue
         async with timed.held_in(0, meanwhile=3 if answers else 6):
             work = asyncio.to_thread(timed.engine.score, golden, [timed.probe], **options)
             scoring = asyncio.create_task(work)
-            await until(lambda: bool(timed.engine._calls) if answers else len(queue.waiting) == 6)
+            await until_on_loop(lambda: not answers or bool(timed.engine._calls))
         for scored, result in zip(await scoring, expected, strict=True):
-            assert scored.trajectories[0].tolist() == result.trajectories[0].tolist()
-            assert scored.first_token == result.first_token
+            tiny.check_same(scored, result, tokens=not answers, rtol=0, atol=0)
         await asyncio.wait(caller)
     assert order[:5] == ["caller", "golden", "caller", "golden", "caller"]
     assert sorted(order) == ["caller"] * 4 + ["golden"] * 3
@@ -163,36 +152,9 @@ async def test_long_prompts_of_two_callers_take_turns_and_those_of_one_follow_ea
     assert [tasks.index(task) for task in ended] == [0, 2, 1]
 
 
-async def test_a_prompt_that_is_left_ends_between_two_passes(timed: Timed) -> None:
-    timed.held_at[1] = Held()
-    async with timed.open():
-        long = timed.start(LONG, sampling=Sampling())
-        async with timed.held_in(1):
-            long.cancel()
-            await asyncio.wait([long])
-        await timed.answer("next")
-        assert timed.engine._queue.reading == []
-    assert timed.log == ["chunk", "chunk", "score"]
-
-
-async def test_a_pass_that_fails_ends_its_prompt_alone(timed: Timed) -> None:
-    timed.held_at[1] = Held()
-    async with timed.open():
-        long = timed.start(LONG)
-        async with timed.held_in(1, meanwhile=1):
-            timed.script.fail = RuntimeError("no memory")
-            short = timed.start("a")
-        with pytest.raises(RuntimeError, match="no memory"):
-            await long
-        await asyncio.wait([short])
-        timed.script.fail = None
-        assert logits(await timed.answer(LONG)) == timed.logits(LONG)
-        assert timed.engine._queue.reading == []
-
-
 @pytest.mark.parametrize(("text", "kind"), [("a", Kind.PROMPT), (LONG, Kind.LONG)])
 @pytest.mark.parametrize("options", [{}, {"sampling": Sampling(max_tokens=1)}])
-async def test_the_time_of_a_pass_that_fails_was_given_all_the_same(
+async def test_a_pass_that_fails_ends_its_prompt_alone_and_its_time_was_given_all_the_same(
     timed: Timed, text: str, kind: Kind, options: dict[str, Any]
 ) -> None:
     timed.script.fail = RuntimeError("no memory")
@@ -200,18 +162,24 @@ async def test_the_time_of_a_pass_that_fails_was_given_all_the_same(
         with pytest.raises(RuntimeError, match="no memory"):
             await timed.start(text, turn=Turn("caller"), **options)
         assert timed.engine._queue._shares.given("caller", kind) == (1.0, 1.0)
+        timed.script.fail = None
+        assert logits(await timed.answer(text)) == timed.logits(text)
+        assert timed.engine._queue.reading == []
 
 
-async def test_closing_ends_a_prompt_between_two_passes(timed: Timed) -> None:
+@pytest.mark.parametrize("text", ["a", LONG])
+async def test_closing_ends_what_was_begun_and_refuses_more(timed: Timed, text: str) -> None:
+    """Between two steps of an answer, or two passes over a prompt."""
     timed.held_at[1] = Held()
     async with timed.open():
-        long = timed.start(LONG, sampling=Sampling())
+        begun = timed.start(text, sampling=Sampling(max_tokens=300))
         async with timed.held_in(1):
             closing = asyncio.create_task(asyncio.to_thread(timed.engine.close))
-            await until(lambda: not timed.engine.alive)
+            await until_on_loop(lambda: not timed.engine.alive)
         await closing
-        with pytest.raises(EngineError):
-            await long
+        for work in (begun, timed.answer("b")):
+            with pytest.raises(EngineError):
+                await work
 
 
 async def test_decoding_holds_the_engine_for_a_quantum_beside_a_waiting_prompt(
@@ -244,33 +212,36 @@ async def test_the_time_to_read_a_prompt_is_of_its_passes_at_the_fastest_of_late
     more."""
     long, short = [timed.script.tokenize(text) for text in (LONG, "a")]
     async with timed.open():
+        seconds_to_read = timed.engine.seconds_to_read
         await timed.answer("a")
-        assert timed.engine.seconds_to_read(short) is None, "one small pass may have been slow"
+        assert seconds_to_read(short) is None, "one small pass may have been slow"
         await timed.answer(LONG)
-        assert timed.engine.seconds_to_read(long) == 4
-        assert timed.engine.seconds_to_read([*long, *long]) == 8
+        assert seconds_to_read(long) == 4
+        assert seconds_to_read([*long, *long]) == 8
         await timed.answer("xyz")
-        assert timed.engine.seconds_to_read(long) == 4, "the fastest"
-        assert timed.engine.seconds_to_read(short) == 2 / 8
+        assert seconds_to_read(long) == 4, "the fastest"
+        assert seconds_to_read(short) == 2 / 8
         for _ in range(3):
             await timed.answer("a")
-        assert timed.engine.seconds_to_read(short) == 1
-        assert timed.engine.seconds_to_read(short[:1]) == 1 / 2
+        assert seconds_to_read(short) == 1
+        assert seconds_to_read(short[:1]) == 1 / 2
         timed.script.pass_costs = lambda prompt: [8.0, 24.0]  # type: ignore[method-assign]
-        assert timed.engine.seconds_to_read(long) == 4, "of what it costs, not of its tokens"
+        assert seconds_to_read(long) == 4, "of what it costs, not of its tokens"
         timed.now += 61
-        assert timed.engine.seconds_to_read(long) is None
+        assert seconds_to_read(long) is None
 
 
 async def test_the_cost_of_each_pass_counts_in_what_is_measured(timed: Timed) -> None:
-    timed.script.pass_costs = lambda prompt: [8.0, 16.0, 32.0, 16.0]  # type: ignore[method-assign]
+    costs = [8.0, 16.0, 32.0, 16.0]
+    timed.script.pass_costs = lambda prompt: costs  # type: ignore[method-assign]
     async with timed.open():
+        seconds_to_read = timed.engine.seconds_to_read
         await timed.answer(LONG)
-        assert timed.engine.seconds_to_read(timed.script.tokenize(LONG)) == 72 / 32
-        timed.script.pass_costs = lambda prompt: [4.0]  # type: ignore[method-assign]
+        assert seconds_to_read([]) == 72 / 32
+        costs = [4.0]
         for text in "abcd":
             await timed.answer(text)
-        assert timed.engine.seconds_to_read(timed.script.tokenize("a")) == 4 / 32
+        assert seconds_to_read([]) == 4 / 32
 
 
 async def test_how_long_the_engine_waited_for_a_cpu_is_known_where_the_system_counts_it(

@@ -5,8 +5,10 @@ weights large enough that a mistake shows."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,7 +19,9 @@ import transformers as hf
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from service.engines.base import EngineOptions, FirstToken, PrefillResult, TorchModel
+from probes_store.manifest import SIGNALS
+from probes_store.records import Context
+from service.engines.base import EngineGate, EngineOptions, FirstToken, PrefillResult, TorchModel
 from service.engines.families import locate
 from service.engines.loading import loader
 from service.engines.transformers.engine import TransformersEngine
@@ -50,270 +54,40 @@ WIDE = BASE | {"head_dim": 16}  # 4 heads x 16 = 64, while hidden is 32
 
 def families(
     base: dict[str, Any], wide: dict[str, Any], window: int, expert: int
-) -> dict[str, Any]:
-    """A configuration's maker for each family, of two shapes; ``expert``: hidden size of an
-    expert."""
-    sliding = {"sliding_window": window}
-    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    gemma = wide | sliding | {"query_pre_attn_scalar": wide["head_dim"]}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": expert}
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A configuration's maker for each family of ``families.json``, of two shapes; those that are
+    compared in fewer ways apart.  Hybrids have attention in the second block.
+
+    There a row has what its parts have, ``of``, and options of its own; a text that names an option
+    of ``base``, or a size, stands for it.  ``expert``: hidden size of an expert.  A maker raises
+    ValueError where this version of transformers does not have the family."""
+    table = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
     no_gqa = {key: value for key, value in base.items() if key != "num_key_value_heads"}
-    gpt2 = {
-        "n_positions": base["max_position_embeddings"],
-        "n_embd": base["hidden_size"],
-        "n_layer": 3,
-        "n_head": 4,
-        "vocab_size": VOCABULARY,
-        "initializer_range": base["initializer_range"],
-    }
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    images = {
-        "image_token_index": 260,
-        "boi_token_index": 261,
-        "eoi_token_index": 262,
-        "mm_tokens_per_image": 4,
-    }
-    return makers(
-        {
-            "llama": wide,
-            "qwen2": base,
-            "qwen3": wide,
-            "mistral": wide | sliding,
-            "gemma2": gemma | {"final_logit_softcapping": 5.0},
-            "gemma3_text": gemma,
-            "gemma3": {"text_config": gemma, "vision_config": vision} | images | ends,
-            "phi3": base,
-            "olmo2": base,
-            "gpt_neox": no_gqa,
-            "gpt2": gpt2 | ends,
-            "mixtral": wide | {"num_local_experts": 4, "num_experts_per_tok": 2},
-            "qwen2_moe": base | experts | {"shared_expert_intermediate_size": 2 * expert},
-            "qwen3_moe": wide | experts,
-            "olmoe": base | {"num_experts": 4, "num_experts_per_tok": 2},
-        }
-    )
-
-
-def makers(options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """By model type, what makes its configuration with these options.  It raises ValueError where
-    this version of transformers does not have the type."""
-    return {
-        name: partial(hf.AutoConfig.for_model, name, **chosen) for name, chosen in options.items()
-    }
-
-
-def more_families(
-    base: dict[str, Any], wide: dict[str, Any], window: int, expert: int
-) -> dict[str, Any]:
-    """As ``families``, of those that are compared in fewer ways: hybrids have attention in the
-    second block."""
+    parts = table["parts"] | {"base": base, "wide": wide, "no_gqa": no_gqa}
     hidden = base["hidden_size"]
-    head = wide["head_dim"]
-    sliding = {"sliding_window": window}
-    no_gqa = {key: value for key, value in base.items() if key != "num_key_value_heads"}
-    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    local = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    routed = {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": expert,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-    }
-    latent = base | {
-        "num_key_value_heads": 4,
-        "q_lora_rank": None,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-    }
-    hybrid = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-    linear = hybrid | {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": head,
-        "linear_value_head_dim": head,
-        "linear_conv_kernel_dim": 4,
-    }
-    shared = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": expert,
-        "shared_expert_intermediate_size": expert,
-    }
-    mamba = {
-        "mamba_n_heads": 4,
-        "mamba_d_head": hidden // 2,
-        "mamba_d_state": 16,
-        "mamba_n_groups": 1,
-        "mamba_expand": 2,
-        "mamba_d_conv": 4,
-        "mamba_chunk_size": 16,
-    }
-    states = {
-        "mamba_d_state": 16,
-        "mamba_ngroups": 1,
-        "n_mamba_heads": 4,
-        "mamba_headdim": hidden // 2,
-    }
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [hidden // 16, hidden // 32, hidden // 32],
-    }
-    qwen_sight = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": hidden,
-    }
-    qwen_images = {
-        "image_token_id": 260,
-        "video_token_id": 261,
-        "vision_start_token_id": 262,
-        "vision_end_token_id": 263,
-    }
-    sight = {
-        "model_type": "pixtral",
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "head_dim": 32,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    return makers(
-        {
-            "gpt_oss": wide | sliding | local,
-            "deepseek_v2": latent | routed | {"topk_method": "greedy"},
-            "deepseek_v3": latent | routed | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-            "kimi_linear": latent
-            | hybrid
-            | local
-            | {
-                "n_group": 1,
-                "linear_head_dim": head,
-                "linear_num_heads": 4,
-                "moe_intermediate_size": expert,
-                "first_k_dense_replace": 1,
-            },
-            "llama4_text": wide
-            | {
-                "intermediate_size_mlp": base["intermediate_size"],
-                "attention_chunk_size": window,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 1,
-            },
-            "glm": wide,
-            "glm4": wide,
-            "glm4_moe": wide | routed,
-            "phi": base,
-            "phimoe": base | local,
-            "granite": base
-            | {
-                "residual_multiplier": 0.5,
-                "embedding_multiplier": 2.0,
-                "logits_scaling": 2.0,
-                "attention_multiplier": 0.2,
-            },
-            "granitemoe": base | local,
-            "cohere": base,
-            "cohere2": base | sliding,
-            "falcon": no_gqa | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False},
-            "falcon_h1": wide | mamba | {"mamba_d_ssm": 2 * hidden},
-            "gemma": wide,
-            "olmo3": base | sliding,
-            "smollm3": base,
-            "seed_oss": wide,
-            "exaone4": base | sliding,
-            "ernie4_5": wide,
-            "starcoder2": base,
-            "stablelm": base,
-            "minimax_m2": wide | local,
-            "qwen2_5_vl": {
-                "text_config": base | {"rope_parameters": rope},
-                "vision_config": qwen_sight,
-            }
-            | qwen_images
-            | ends,
-            "mistral3": {
-                "text_config": wide | {"model_type": "mistral"},
-                "vision_config": sight,
-                "image_token_index": 260,
-            }
-            | ends,
-            "qwen3_next": wide | linear | shared,
-            "qwen3_5_text": wide | linear,
-            "qwen3_5_moe_text": wide | linear | shared,
-            "granitemoehybrid": base
-            | mamba
-            | local
-            | {
-                "shared_intermediate_size": expert,
-                "layer_types": ["mamba", "attention", "mamba"],
-            },
-            "bamba": base | mamba | {"attn_layer_indices": [1]},
-            "zamba2": base
-            | states
-            | {
-                "chunk_size": 16,
-                "num_mem_blocks": 1,
-                "adapter_rank": 8,
-                "use_mem_rope": True,
-                "hybrid_layer_ids": [1],
-                "layers_block_type": ["mamba", "hybrid", "mamba"],
-            },
-            "jamba": base
-            | {
-                "attn_layer_period": 2,
-                "attn_layer_offset": 1,
-                "expert_layer_period": 2,
-                "expert_layer_offset": 1,
-                "num_experts": 4,
-                "mamba_d_state": 16,
-                "mamba_dt_rank": 8,
-                "use_mamba_kernels": False,
-            },
-            "nemotron_h": base
-            | {
-                "hybrid_override_pattern": "M*-",
-                "mamba_num_heads": 4,
-                "mamba_head_dim": hidden // 2,
-                "ssm_state_size": 16,
-                "n_groups": 1,
-                "chunk_size": 16,
-            },
-            "lfm2": base | {"layer_types": ["conv", "full_attention", "conv"]},
-            "opt": ends  # no row
-            | {
-                "vocab_size": VOCABULARY,
-                "hidden_size": hidden,
-                "ffn_dim": 2 * hidden,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "max_position_embeddings": base["max_position_embeddings"],
-                "word_embed_proj_dim": hidden,
-            },
-        }
+    sizes = base | {f"hidden_size / {divisor}": hidden // divisor for divisor in (2, 16, 32)}
+    sizes |= {"2 hidden_size": 2 * hidden, "expert": expert, "2 expert": 2 * expert}
+    sizes |= {"head_dim": wide["head_dim"], "window": window}
+
+    def options(value: Any) -> Any:
+        if isinstance(value, list):
+            return [*map(options, value)]
+        if not isinstance(value, dict):
+            return sizes.get(value, value)
+        whole: dict[str, Any] = {}
+        for part in value.get("of", ()):
+            whole |= options(parts[part])
+        return whole | {name: options(item) for name, item in value.items() if name != "of"}
+
+    compared, fewer = (
+        {name: partial(hf.AutoConfig.for_model, name, **options(row)) for name, row in rows.items()}
+        for rows in (table["compared"], table["compared in fewer ways"])
     )
+    return compared, fewer
 
 
-CONFIGS = families(BASE, WIDE, WINDOW, 24)
-MORE = more_families(BASE, WIDE, WINDOW, 24)
+CONFIGS, MORE = families(BASE, WIDE, WINDOW, 24)
 ALL = sorted(CONFIGS)
-SLIDING_FAMILIES = ["gemma2", "gemma3_text", "gemma3", "mistral"]
 
 
 def from_config(config: Any) -> Any:
@@ -359,6 +133,13 @@ def engine(family: str = "llama", **options: Any) -> TransformersEngine:
     return TransformersEngine(
         model(family), tokenizer(), options=EngineOptions(model=f"tiny-{family}", **options)
     )
+
+
+def load_engine(
+    model: Path | str, sites: Sequence[Site] = (), **options: Any
+) -> TransformersEngine:
+    """The embedded engine of a model on disk; options as in EngineOptions."""
+    return TransformersEngine.load(EngineOptions(str(model), **options), sites)
 
 
 @cache
@@ -439,9 +220,25 @@ def probes_of(engine: Any, *arguments: Any, **options: Any) -> Probes:
     return probes(engine.identity.geometry, *arguments, **options)
 
 
+def gate(
+    threshold: float,
+    weight: Sequence[float] = (1.0,),
+    intercept: float = 0.0,
+    context: Context | None = None,
+) -> EngineGate:
+    """A gate on the depth mean, and on the signals behind it that have a weight."""
+    unread = [0.0] * (len(SIGNALS) - len(weight))
+    return EngineGate((*weight, *unread), intercept, threshold, context)
+
+
+def logits(engine: Any, prompts: Any, probes: Sequence[Probes]) -> NDArray[np.float64]:
+    """Truth logits [prompts, probes, m]."""
+    return np.array([result.trajectories for result in engine.score(prompts, probes)])
+
+
 def trajectories(engine: Any, prompts: Sequence[list[int]], probes: Probes) -> NDArray[np.float64]:
     """Truth logits [prompts, m] of these probes."""
-    return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
+    return logits(engine, prompts, [probes])[:, 0]
 
 
 def check_same(
@@ -451,6 +248,7 @@ def check_same(
     tokens: bool,
     rtol: float = 1e-5,
     atol: float = 1e-5,
+    first_atol: float = 1e-5,
 ) -> None:
     """Two readings of one prompt are alike, with first tokens where ``tokens`` says so."""
     assert result.prompt_tokens == expected.prompt_tokens
@@ -458,13 +256,13 @@ def check_same(
         np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
     assert (result.first_token is not None) == tokens
     if tokens:
-        check_first(result.first_token, expected.first_token)
+        check_first(result.first_token, expected.first_token, first_atol)
 
 
-def check_first(first: FirstToken | None, expected: FirstToken | None) -> None:
+def check_first(first: FirstToken | None, expected: FirstToken | None, atol: float = 1e-5) -> None:
     """Two distributions of a prompt's first token are alike."""
     assert first is not None
     assert expected is not None
     assert first.token == expected.token
-    assert first.log_max_prob == pytest.approx(expected.log_max_prob, abs=1e-5)
-    assert first.entropy == pytest.approx(expected.entropy, abs=1e-5)
+    assert first.log_max_prob == pytest.approx(expected.log_max_prob, abs=atol)
+    assert first.entropy == pytest.approx(expected.entropy, abs=atol)

@@ -37,9 +37,9 @@ def _gemma2(cap: float | None) -> hf.Gemma2Config:
 # changes 0.004 of 8.7, at 5 it changes 0.37), and multiplies what vLLM's tanh on AVX-512 loses by
 # 50: 2.3e-5 apart.
 CAPPED = {"gemma2": lambda: _gemma2(None), "gemma2_capped": lambda: _gemma2(5.0)}
-CONFIGS: dict[str, Any] = tiny.families(BASE, WIDE, WINDOW, 64) | CAPPED
+CONFIGS: dict[str, Any] = tiny.families(BASE, WIDE, WINDOW, 64)[0] | CAPPED
 WIDER = 32  # vLLM takes Llama 4's chunks in whole blocks of the cache
-_MORE = tiny.more_families(BASE, WIDE, WIDER, 64)
+_MORE = tiny.families(BASE, WIDE, WIDER, 64)[1]
 # vLLM's window is a token wider than transformers' here, so that prompts of more tokens differ.
 _NO_WINDOW = {"cohere2": lambda: hf.Cohere2Config(**BASE, sliding_window=CONTEXT)}
 MORE: dict[str, Any] = _MORE | _NO_WINDOW  # compared in fewer ways

@@ -26,8 +26,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.engines.vllm.touch_points import DOCS, between
-
 HERE = Path(__file__).parent
 PINS = dict(
     re.findall(
@@ -53,6 +51,7 @@ RUNS = [
     for runner in RUNNERS
     if (version, runner) not in NOT_COMPARED
 ]
+DOCS = Path(__file__).parents[1] / "engines/vllm/touch_points.md"
 BEGIN, END = "<!-- matrix: written by tests/parity/versions.py -->", "<!-- end of matrix -->"
 HEADER = ["| vLLM | runner | family | largest difference |", "| --- | --- | --- | --- |"]
 NOT_MET = {"torchaudio", "torchcodec", "torchvision"}  # deploy/vllm-overrides.txt says why
@@ -179,6 +178,16 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def between(text: str, begin: str, end: str, inner: str) -> str:
+    """Return ``text`` with ``inner`` between two lines.  Raises ValueError where they are not there
+    once, in order."""
+    before, begins, rest = text.partition(begin + "\n")
+    _, closed, after = rest.partition(end)
+    if not (begins and closed):
+        raise ValueError(f"no {begin} ... {end}")
+    return f"{before}{begin}\n{inner}\n{end}{after}"
 
 
 def documented() -> dict[tuple[str, str, str], float]:

@@ -3,6 +3,7 @@ of a text at once."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,13 @@ from service.engines.base import Sampling
 from service.errors import NonFiniteReadout
 from service.readout import Probes, Site
 from tests.engines import tiny
-from tests.engines.transformers.test_decoding import KINDS, LENGTHS
+from tests.engines.transformers.test_decoding import KINDS, LENGTHS, beginnings
 
 
 def by_hand(engine: Any, prompt: list[int], answer: list[int], probes: Probes) -> np.ndarray:
     """Mean truth logits [m] at the onsets of the beginnings that end in one of the answer's
     tokens."""
-    beginnings = [[*prompt, *answer[: count + 1]] for count in range(len(answer))]
-    return tiny.trajectories(engine, beginnings, probes).mean(axis=0)
+    return tiny.trajectories(engine, beginnings(prompt, answer)[1:], probes).mean(axis=0)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -28,13 +28,22 @@ def test_answers_that_write_together_are_each_read_by_their_own_probes(name: str
     plain = engine.generate(prompts, Sampling(max_tokens=9))
     scaled, unscaled = tiny.probes_of(engine, scaled=True), tiny.probes_of(engine, seed=5)
     read_by = [scaled, None, unscaled, scaled, unscaled, None]
-    continuations = engine.begin(prompts, [])
-    for continuation, probes in zip(continuations, read_by, strict=True):
+    scored = engine.score(prompts, [scaled], first_token=True)
+    counters, before = engine.counters, replace(engine.counters)
+    continuations = engine.begin(prompts, [scaled])
+    assert counters.open_continuations == len(prompts)
+    for continuation, onset, probes in zip(continuations, scored, read_by, strict=True):
+        tiny.check_same(continuation.prefill, onset, tokens=True, atol=1e-6)
         continuation.answer_probes = probes
     streams = [continuation.decode(Sampling(max_tokens=9)) for continuation in continuations]
     assert [continuation.reading for continuation in continuations] == [None] * len(prompts)
     tiny.come_and_go(engine, continuations, streams)
     assert [continuation.completion for continuation in continuations] == plain
+    # The first token comes from the prefill, and none is run twice.
+    steps = sum(len(completion.token_ids) for completion in plain) - len(prompts)
+    assert counters.decode_steps - before.decode_steps == steps
+    assert counters.forward_tokens - before.forward_tokens == sum(LENGTHS) + steps
+    assert counters.open_continuations == 0
     for prompt, continuation, probes in zip(prompts, continuations, read_by, strict=True):
         if probes is None:
             assert continuation.reading is None
@@ -60,8 +69,7 @@ def test_training_reads_the_tokens_that_serving_reads(name: str, site: Site) -> 
     for prompt, completion, read in zip(
         prompts, extraction.completions, extraction.answers, strict=True
     ):
-        ids = list(completion.token_ids[:-1])
-        ends = [[*prompt, *ids[: count + 1]] for count in range(len(ids))]
+        ends = beginnings(prompt, completion.token_ids[:-1])[1:]
         expected = engine.extract(ends, [site]).activations[site].mean(axis=0)
         np.testing.assert_allclose(read, expected, rtol=1e-3, atol=1e-4)
     short = engine.extract(prompts[:2], [site], sampling=Sampling(max_tokens=1), answer_site=site)

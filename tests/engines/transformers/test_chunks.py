@@ -3,9 +3,12 @@ every family."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +23,14 @@ from service.engines.transformers.decoding import KvContinuation
 from service.engines.transformers.hooks import PassCost, chunks, pad
 from service.errors import NonFiniteReadout, PromptTooLong
 from tests.engines import tiny
-from tests.engines.test_families import MORE, UNKNOWN
+from tests.engines.test_families import EVERY
 from tests.engines.transformers.test_decoding import decoded
 
 # tokens of a pass, and of the prompts: windows are shorter, and passes are not alike
 MOST, LENGTHS = 20, (83, 61)
 WHOLE = {"bamba", "jamba"}
 EQUAL = PassCost(math.inf)
+OVER = object()
 
 
 @pytest.mark.parametrize(
@@ -53,17 +57,7 @@ def test_passes_are_of_about_the_same_work(columns: int, prefix: int, cost: Pass
 
 # What passes of SmolLM2 took on one core: tokens, tokens before them, milliseconds.
 FIRST_PASS_MS = 1590
-PASSES = (
-    (384, 1000, 1735),
-    (512, 2000, 2896),
-    (40, 4000, 548),
-    (100, 4000, 990),
-    (192, 4000, 1682),
-    (16, 7600, 565),
-    (70, 7600, 1403),
-    (142, 7600, 2710),
-    (256, 8000, 4218),
-)
+PASSES = json.loads(Path(__file__).with_name("passes.json").read_text(encoding="utf-8"))
 
 
 def test_no_pass_over_a_long_prompt_takes_longer_than_its_first() -> None:
@@ -101,7 +95,7 @@ def result_of(passes: Iterator[Any], count: int, *, more: bool = False) -> Any:
     return result
 
 
-@pytest.mark.parametrize("name", [*tiny.ALL, *MORE, UNKNOWN])
+@pytest.mark.parametrize("name", EVERY)
 def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
     """Two prompts in turn, with the probes of a bundle and of its context, at every site that the
     family has."""
@@ -113,12 +107,10 @@ def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
     count = [1, 1] if name in WHOLE else [5, 4]
     for options in ({}, {"first_token": True}, {"kept": True}):
         both = [engine.in_chunks(prompt, probes, **options) for prompt in prompts]
-        items: list[list[Any]] = [[], []]
-        for _ in range(max(LENGTHS)):
-            for own, passes in zip(items, both, strict=True):
-                own += [item for item in (next(passes, "over"),) if item != "over"]
-        for prompt, own, whole, many in zip(prompts, items, expected, count, strict=True):
-            result = result_of(iter(own), many, more=name not in WHOLE)
+        items = zip(*zip_longest(*both, fillvalue=OVER), strict=True)
+        for prompt, passes, whole, many in zip(prompts, items, expected, count, strict=True):
+            results = (item for item in passes if item is not OVER)
+            result = result_of(results, many, more=name not in WHOLE)
             if not options.get("kept"):
                 tiny.check_same(result, whole, tokens=bool(options))
                 continue
@@ -158,30 +150,26 @@ def test_what_chats_begin_with_is_read_once_in_front_of_passes_and_costs_nothing
     assert sum(engine.pass_costs(chat[1:])) == len(chat) - 1
 
 
-def test_costs_are_of_the_passes_that_a_prompt_takes() -> None:
+def test_costs_are_of_the_passes_that_a_prompt_takes_one_where_positions_would_differ() -> None:
+    """Positions that depend on the longest are encoded otherwise beyond 16."""
     engine = in_passes(PassCost(10.0, 2.0, 1.0), 6, tiny.longrope_engine())
     probes = [tiny.probes_of(engine)]
     for length in (1, 6, 7, 16, 17, 40):
         [prompt] = tiny.prompts([length])
-        costs, cached = iter(engine.pass_costs(prompt)), 0
+        [whole] = engine.score([prompt], probes)
+        costs, cached, passes = iter(engine.pass_costs(prompt)), 0, list[Any]()
         before = engine.counters.forward_tokens
-        for _ in engine.in_chunks(prompt, probes):
+        for result in engine.in_chunks(prompt, probes):
             tokens = engine.counters.forward_tokens - before
             before = engine.counters.forward_tokens
             attended = cached + tokens // 2
             assert next(costs) == pytest.approx(tokens * (1 + attended / 5) + attended / 10)
             cached += tokens
+            passes.append(result)
         assert next(costs, None) is None
         assert cached == length
-
-
-def test_positions_that_depend_on_the_longest_take_one_pass_where_they_would_differ() -> None:
-    engine = in_passes(EQUAL, 6, tiny.longrope_engine())
-    probes = [tiny.probes_of(engine)]
-    for length, count in ((16, 3), (17, 1), (40, 1)):  # encoded otherwise beyond 16
-        [prompt] = tiny.prompts([length])
-        [whole] = engine.score([prompt], probes)
-        tiny.check_same(result_of(engine.in_chunks(prompt, probes), count), whole, tokens=False)
+        assert length < 16 or (len(passes) > 1) == (length == 16)
+        tiny.check_same(passes[-1], whole, tokens=False)
 
 
 def test_passes_raise_what_one_pass_raises() -> None:

@@ -3,10 +3,12 @@ the model's own."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engines.base import Completion, Continuation, Sampling, TracedAnswer
-from service.engines.families import text_config
+from service.engines.families import family_of, text_config
 from service.engines.transformers import hooks
 from service.engines.transformers.decoding import TextStream, generator_for, pick
 from service.errors import EngineError, NonFiniteReadout, RequestError
 from service.readout import Site
 from tests.engines import tiny
+from tests.engines.test_families import EVERY
 
 LENGTHS = [3, 20, 7, 30, 1, 11]
 
@@ -43,12 +46,7 @@ def sentencepiece_like(ids: Sequence[int]) -> str:
 
 
 def run(stream: TextStream, ids: Sequence[int]) -> list[str]:
-    pieces = []
-    for token in ids:
-        pieces.append(stream.push(token))
-        if stream.stopped is not None:
-            return pieces
-    return [*pieces, stream.finish()]
+    return [*map(stream.push, ids), stream.finish()]
 
 
 @given(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=30)))
@@ -67,42 +65,29 @@ def test_spaces_between_words_survive_tokens_without_text(ids: list[int]) -> Non
 
 
 @given(
-    st.text(alphabet="abc", max_size=30),
-    st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
-)
-def test_the_answer_ends_at_the_first_stop_string(text: str, stops: list[str]) -> None:
-    stream = TextStream(from_bytes, stops)
-    joined = "".join(run(stream, text.encode()))
-    # Byte by byte, the stop that is complete first ends the answer; of those that end there, the
-    # longest counts.
-    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    assert joined == stream.text == (text[: min(ends)[1]] if ends else text)
-    first = [stop for stop in stops if text.startswith(stop, min(ends)[1])] if ends else [None]
-    assert stream.stopped in first
-
-
-@given(
     st.lists(st.text(alphabet="ab", max_size=4), max_size=30),
     st.lists(st.text(alphabet="ab", min_size=1, max_size=20), max_size=4),
 )
-def test_what_is_held_back_is_the_longest_beginning_of_a_stop_text(
+def test_what_may_begin_a_stop_text_is_held_back_and_the_first_one_ends_the_answer(
     pieces: list[str], stops: list[str]
 ) -> None:
-    stream, held = TextStream(from_bytes, stops), ""
-    stream._detokenize = lambda ids: "".join(pieces[piece] for piece in ids)
+    stream = TextStream(lambda ids: "".join(pieces[piece] for piece in ids), stops)
+    sent = held = ""
     for piece, text in enumerate(pieces):
         out = stream.push(piece)
         held += text
         if starts := [held.find(stop) for stop in stops if stop in held]:
-            assert (out, stream.stopped is not None) == (held[: min(starts)], True)
+            first = min(starts)
+            assert (out, stream.text) == (held[:first], sent + held[:first])
+            assert stream.stopped in [stop for stop in stops if held.startswith(stop, first)]
             return
         begins = [
             size for stop in stops for size in range(1, len(stop)) if held.endswith(stop[:size])
         ]
-        sent = len(held) - max(begins, default=0)
-        assert (out, stream.stopped) == (held[:sent] if text else "", None)
-        held = held[sent:]
-    assert stream.finish() == held
+        size = len(held) - max(begins, default=0)
+        assert (out, stream.stopped) == (held[:size] if text else "", None)
+        sent, held = sent + held[:size], held[size:]
+    assert (stream.finish(), stream.text) == (held, sent + held)
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999, 1.0])
@@ -133,7 +118,11 @@ def reference(engine: Any, prompt: list[int], count: int) -> list[int]:
     ids = torch.tensor([prompt])
     with torch.no_grad():
         out = tiny.modules(engine).model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            use_cache=False,
         )
     return out[0, len(prompt) :].tolist()
 
@@ -147,33 +136,6 @@ def decoded(continuation: Continuation, sampling: Sampling = FIFTY, *rest: Any) 
     assert continuation.completion is not None
     assert "".join(pieces) == continuation.completion.text
     return continuation.completion
-
-
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("name", [*KINDS[:3], "qwen3"])
-def test_greedy_answers_are_the_models_own_and_no_token_is_run_twice(
-    name: str, together: bool
-) -> None:
-    """One after the other, and while others come and go."""
-    engine: Any = tiny.engine(name)
-    prompts, counters, sampling = tiny.prompts(LENGTHS), engine.counters, Sampling(max_tokens=14)
-    probes = [tiny.probes_of(engine)]
-    scored = engine.score(prompts, probes, first_token=True)
-    continuations = engine.begin(prompts, probes)
-    tokens = 2 * sum(LENGTHS)
-    assert (counters.forward_tokens, counters.open_continuations) == (tokens, len(LENGTHS))
-    for onset, continuation in zip(scored, continuations, strict=True):
-        tiny.check_same(continuation.prefill, onset, tokens=True, atol=1e-6)
-    if together:
-        streams = [continuation.decode(sampling) for continuation in continuations]
-        tiny.come_and_go(engine, continuations, streams)
-        answers = [list(continuation.completion.token_ids) for continuation in continuations]
-    else:
-        answers = [list(decoded(each, sampling).token_ids) for each in continuations]
-    assert answers == [reference(engine, prompt, 14) for prompt in prompts]
-    steps = sum(map(len, answers)) - len(prompts)  # the first token comes from the prefill
-    assert (counters.decode_steps, counters.forward_tokens) == (steps, tokens + steps)
-    assert counters.open_continuations == 0
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])
@@ -203,22 +165,6 @@ def test_each_continuation_has_its_own_memory() -> None:
     assert short.shape[-2] == 5
 
 
-def test_cancelling_stops_before_the_next_step() -> None:
-    engine = tiny.engine("llama")
-    checks: list[int] = []
-
-    def cancelled() -> bool:
-        checks.append(engine.counters.decode_steps)
-        return len(checks) > 3
-
-    completion = decoded(engine.begin(tiny.prompts([8]), [])[0], Sampling(max_tokens=50), cancelled)
-    assert (
-        engine.counters.decode_steps == 2
-    )  # tokens 2 and 3; the first was free, the fourth never ran
-    assert (completion.finish_reason, len(completion.token_ids)) == ("cancelled", 3)
-    assert engine.counters.open_continuations == 0
-
-
 def test_an_answer_ends_at_its_time_and_where_the_context_is_full() -> None:
     engine = tiny.engine("gpt2")
     prompts, sampling = tiny.prompts([8, tiny.CONTEXT - 3, tiny.CONTEXT]), Sampling(max_tokens=20)
@@ -233,19 +179,23 @@ def test_an_answer_ends_at_its_time_and_where_the_context_is_full() -> None:
     assert engine.counters.open_continuations == 0
 
 
-@pytest.mark.parametrize("what", ["iterator", "continuation"])
-def test_closing_ends_the_answer_and_frees_the_cache(what: str) -> None:
-    engine = tiny.engine("llama")
-    continuation = engine.begin(tiny.prompts([8]), [])[0]
-    stream: Any = continuation.decode(Sampling(max_tokens=50))
-    list(islice(stream, 1))
-    steps = engine.counters.decode_steps
-    (stream if what == "iterator" else continuation).close()
+@pytest.mark.parametrize("way", ["cancelled", "iterator", "continuation"])
+def test_an_answer_that_is_left_ends_before_its_next_step_and_frees_the_cache(way: str) -> None:
+    engine, left = tiny.engine("llama"), list[str]()
+    [continuation] = engine.begin(tiny.prompts([8]), [])
+    stream: Any = continuation.decode(FIFTY, lambda: bool(left))
+    list(islice(stream, 3))
+    if way == "cancelled":
+        left.append(way)
+    else:
+        (stream if way == "iterator" else continuation).close()
     assert (list(stream), continuation.cache) == ([], None)
-    assert continuation.completion is not None
-    assert continuation.completion.finish_reason == "cancelled"
+    completion = continuation.completion
+    assert completion is not None
+    assert (completion.finish_reason, len(completion.token_ids)) == ("cancelled", 3)
     continuation.close()
-    assert (engine.counters.open_continuations, engine.counters.decode_steps) == (0, steps)
+    # The first token was free, the fourth never ran.
+    assert (engine.counters.open_continuations, engine.counters.decode_steps) == (0, 2)
 
 
 def test_a_continuation_is_decoded_once_and_not_after_close() -> None:
@@ -328,20 +278,21 @@ def test_a_nan_ends_the_answer_that_has_it_and_no_other() -> None:
 MIXED = [3, 25, 7, 7, 14, 1]
 
 
-@pytest.mark.parametrize("name", tiny.ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_answers_of_mixed_lengths_come_from_one_prefill_with_the_readouts(name: str) -> None:
     engine = tiny.engine(name, max_batch_tokens=90)
     prompts, sampling = tiny.prompts(MIXED), Sampling(max_tokens=8)
-    apart = engine.extract(prompts, list(Site))
+    sites = family_of(tiny.modules(engine).model.config).sites
+    apart = engine.extract(prompts, sites)
     before = engine.counters.prefills
-    together = engine.extract(prompts, list(Site), sampling=sampling)
+    together = engine.extract(prompts, sites, sampling=sampling)
     assert engine.counters.prefills == before + len(prompts)
     for prompt, completion in zip(prompts, together.completions, strict=True):
         assert list(completion.token_ids) == reference(engine, prompt, 8)
         ended = completion.token_ids[-1] == tiny.EOS
         assert completion.finish_reason == ("stop" if ended else "length")
     assert apart.completions == ()
-    for site in Site:
+    for site in sites:
         np.testing.assert_allclose(
             together.activations[site], apart.activations[site], rtol=0, atol=1e-5
         )
@@ -349,33 +300,20 @@ def test_answers_of_mixed_lengths_come_from_one_prefill_with_the_readouts(name: 
         tiny.check_first(first, same)
 
 
-@pytest.mark.parametrize(
-    ("generation", "own", "ends"),
-    [
-        ([7, 8], 5, {7, 8}),
-        (7, 5, {7}),
-        (None, 5, {5}),
-        (None, None, set[int]()),
-        ((7,), 5, {7}),
-        (0, 5, {0}),
-        # What a file may hold, and what says nothing of where an answer ends: then the model's own
-        # config does.
-        *((named, 5, {5}) for named in ([], -1, "</s>", True, float("inf"), {"eos": 7})),
-        ([-1], [5, 6], {5, 6}),
-        ([None, 7], 5, {7}),
-        ([[7], 8], 5, {8}),
-        (7.0, 5, {7}),
-        ([], [], set[int]()),
-    ],
-)
+# The generation config's tokens, the model's own, and which end an answer: where the first says
+# nothing of that, whatever it holds, the other does.
+END_TOKENS = json.loads(Path(__file__).with_name("end_tokens.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("generation", "own", "ends"), [*END_TOKENS, ((7,), 5, [7])])
 def test_an_answer_ends_where_the_first_config_that_names_a_token_says(
-    generation: Any, own: Any, ends: set[int]
+    generation: Any, own: Any, ends: list[int]
 ) -> None:
     model = SimpleNamespace(
         generation_config=SimpleNamespace(eos_token_id=generation),
         config=SimpleNamespace(eos_token_id=own),
     )
-    assert hooks.end_tokens(model) == ends
+    assert hooks.end_tokens(model) == {*ends}
 
 
 def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
@@ -400,18 +338,14 @@ def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
     assert counters.forward_tokens == sum(map(len, prompts)) + steps
 
 
-def test_answers_do_not_depend_on_batch_mates() -> None:
-    sampled = Sampling(max_tokens=10, temperature=1.2, top_p=0.9, seed=7)
-    for engine, lengths, sampling in (
-        (tiny.shared_engine("llama"), [4, 9, 15], sampled),
-        (tiny.longrope_engine(), [5, 30, 20], Sampling(max_tokens=16)),
-    ):
-        prompts = tiny.prompts(lengths)
-        together = engine.generate(prompts, sampling)
-        assert together == [engine.generate([prompt], sampling)[0] for prompt in prompts]
-        assert sampling is not sampled or together != engine.generate(
-            prompts, replace(sampled, seed=8)
-        )
+def test_longrope_prompts_and_answers_keep_their_own_frequencies_beside_long_ones() -> None:
+    engine, sampling = tiny.longrope_engine(), Sampling(max_tokens=16)
+    prompts, probes = tiny.prompts([5, 30, 20]), [tiny.probes_of(engine)]
+    answers = engine.generate(prompts, sampling)
+    for prompt, onset, answer in zip(prompts, engine.score(prompts, probes), answers, strict=True):
+        [alone] = engine.score([prompt], probes)
+        tiny.check_same(onset, alone, tokens=False, rtol=0, atol=1e-6)
+        assert engine.generate([prompt], sampling) == [answer]
 
 
 def test_stop_strings_end_the_answer_before_themselves() -> None:
@@ -437,6 +371,11 @@ def test_stop_strings_end_the_answer_before_themselves() -> None:
 # Traced
 
 
+def beginnings(prompt: list[int], ids: Sequence[int]) -> list[list[int]]:
+    """The prompt with each number of the first of these tokens, from none to all."""
+    return [[*prompt, *ids[:count]] for count in range(len(ids) + 1)]
+
+
 def check_trace(engine: Any, prompt: list[int], answer: TracedAnswer) -> None:
     """Against one whole forward pass for the log-probabilities, and ``extract`` of every beginning
     for states."""
@@ -447,36 +386,33 @@ def check_trace(engine: Any, prompt: list[int], answer: TracedAnswer) -> None:
     np.testing.assert_allclose(
         answer.log_prob, log_prob[torch.arange(len(ids)), torch.tensor(ids)].numpy(), atol=2e-4
     )
-    beginnings = [[*prompt, *ids[:count]] for count in range(len(ids))]
-    states = engine.extract(beginnings, [Site.RESIDUAL_STREAM]).activations[Site.RESIDUAL_STREAM]
+    site, *written = Site.RESIDUAL_STREAM, *beginnings(prompt, ids[:-1])
+    states = engine.extract(written, [site]).activations[site]
     np.testing.assert_allclose(answer.last, states[-1], rtol=1e-3, atol=1e-3)
     of_answer = states[1:] if len(ids) > 1 else states
     np.testing.assert_allclose(answer.mean, of_answer.mean(axis=0), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_greedy_trace_is_that_of_plain_decoding(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [*((name, 0.0) for name in KINDS), ("llama", 1.3), ("mistral", 1.3)],  # in full, and windows
+)
+def test_traces_share_one_prefill_and_each_is_that_of_its_seed(
+    name: str, temperature: float
+) -> None:
     engine = tiny.engine(name, max_batch_tokens=60)
     prompts = tiny.prompts(LENGTHS[:4])
-    plain = engine.generate(prompts, Sampling(max_tokens=6))
-    traced = engine.sample(prompts, Sampling(max_tokens=6), [[0]] * len(prompts))
-    assert [trace.completion for (trace,) in traced] == plain
-    for prompt, (answer,) in zip(prompts, traced, strict=True):
-        check_trace(engine, prompt, answer)
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral"])  # a cache in full, and one with windows
-def test_samples_share_one_prefill_and_each_is_that_of_its_seed(name: str) -> None:
-    engine = tiny.engine(name)
-    prompts = tiny.prompts(LENGTHS[:3])
-    sampling = Sampling(max_tokens=7, temperature=1.3, top_p=0.9)
-    seeds = [[10 * row, 10 * row + 1, 10 * row + 2] for row in range(len(prompts))]
+    sampling = Sampling(max_tokens=7, temperature=temperature, top_p=0.9)
+    samples = 3 if temperature else 1
+    seeds = [[10 * row + number for number in range(samples)] for row in range(len(prompts))]
     traced = engine.sample(prompts, sampling, seeds)
     written = sum(len(answer.completion.token_ids) for of_prompt in traced for answer in of_prompt)
     assert engine.counters.prefills == len(prompts)
-    assert engine.counters.forward_tokens == sum(LENGTHS[:3]) + written - 3 * len(prompts)
+    assert engine.counters.forward_tokens == sum(map(len, prompts)) + written - samples * len(
+        prompts
+    )
     for prompt, own, of_prompt in zip(prompts, seeds, traced, strict=True):
-        assert len({answer.completion.token_ids for answer in of_prompt}) > 1
+        assert not temperature or len({answer.completion.token_ids for answer in of_prompt}) > 1
         for seed, answer in zip(own, of_prompt, strict=True):
             assert answer.completion == engine.generate([prompt], replace(sampling, seed=seed))[0]
             check_trace(engine, prompt, answer)

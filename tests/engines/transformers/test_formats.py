@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,6 @@ from service.engines.base import Completion, Sampling
 from service.engines.formats import Format
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.decoding import only
-from service.engines.transformers.engine import TransformersEngine
 from service.errors import RequestError
 from tests.engines import tiny
 
@@ -34,55 +34,39 @@ PROMPT = [1, 5, 9, 40]
 
 
 @pytest.fixture(scope="module")
-def engine() -> TransformersEngine:
-    return tiny.engine()
+def served() -> Iterator[Scheduled]:
+    yield (scheduled := Scheduled(tiny.engine()))
+    scheduled.close()
 
 
-def answers(engine: TransformersEngine, *samplings: Sampling) -> list[Completion]:
-    """All at once, through the scheduler: they share the steps of decoding."""
-    served = Scheduled(engine)
-    together = list[int]()
-    arrived = list[Any]()
-    step = engine.step_together
-    add = served._queue.add
-    next_batch = served._queue.next_batch
+def answers(served: Scheduled, *samplings: Sampling) -> list[Any]:
+    """All at once: they share the steps of decoding.  An error in an answer's stead."""
+    together, all_are_there = list[int](), False
+    queue: Any = served._queue
+    step, next_batch = served.batch.step_together, queue.next_batch
 
     def noted(continuations: Any) -> None:
         together.append(len(continuations))
         step(continuations)
 
-    def added(request: Any) -> None:
-        arrived.append(request)
-        add(request)
+    def batch() -> list[Any]:
+        """None before all are there: the first would have ended before the last has come."""
+        nonlocal all_are_there
+        all_are_there = all_are_there or len(queue.waiting) == len(samplings)
+        return next_batch() if all_are_there else []
 
-    async def ask(number: int, sampling: Sampling) -> Completion:
-        completions: Completion | None = None
-        prompt = [*PROMPT, number]
-        async with aclosing(served.answer(prompt, [], sampling=sampling)) as updates:
-            async for update in updates:
-                completions = update.completion or completions
-        assert completions is not None
-        return completions
+    async def ask(number: int, sampling: Sampling) -> Any:
+        async with aclosing(served.answer([*PROMPT, number], [], sampling=sampling)) as updates:
+            return [update async for update in updates][-1].completion
 
-    async def every() -> list[Completion]:
-        return await asyncio.gather(
-            *(ask(number, sampling) for number, sampling in enumerate(samplings))
-        )
+    async def every() -> list[Any]:
+        requests = [ask(number, sampling) for number, sampling in enumerate(samplings)]
+        return await asyncio.gather(*requests, return_exceptions=True)
 
-    engine.step_together = noted  # type: ignore[method-assign]
-    waiting: Any = served._queue
-    waiting.add = added
-    # Until all are there none begins: the first would have ended before the last has come.
-    waiting.next_batch = lambda: next_batch() if len(arrived) == len(samplings) else []
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served.batch, "step_together", noted)
+        patch.setattr(queue, "next_batch", batch)
         completions = asyncio.run(every())
-    finally:
-        del engine.step_together
-        served._closed = True
-        with served._changed:
-            served._changed.notify()
-        assert served._thread is not None
-        served._thread.join()
     assert max(together) == len(samplings)
     return completions
 
@@ -94,64 +78,51 @@ def valid(completion: Completion) -> Any:
     return document
 
 
-def held(engine: TransformersEngine, schema: dict[str, Any] = SCHEMA, **options: Any) -> Sampling:
-    prepared = engine.prepared(Format(json.dumps(schema), "response_format"))
+def held(served: Scheduled, schema: dict[str, Any] = SCHEMA, **options: Any) -> Sampling:
+    prepared = served.prepared(Format(json.dumps(schema), "response_format"))
     return Sampling(**{"max_tokens": 200} | options, format=prepared)
 
 
-def test_rows_with_and_without_a_schema_share_the_steps(engine: TransformersEngine) -> None:
+def test_rows_with_and_without_a_schema_share_the_steps(served: Scheduled) -> None:
     free = [Sampling(max_tokens=12, temperature=0.8, seed=seed) for seed in range(3)]
-    sampled = [held(engine, temperature=1.0, seed=seed) for seed in (7, 8)]
-    word = held(engine, {"enum": ["ab", "cd"]}, temperature=0.7, top_p=0.5, seed=9)
-    beside = answers(engine, *free, *sampled, word)
+    sampled = [held(served, temperature=1.0, seed=seed) for seed in (7, 8)]
+    word = held(served, {"enum": ["ab", "cd"]}, temperature=0.7, top_p=0.5, seed=9)
+    beside = answers(served, *free, *sampled, word)
     for completion in beside[3:5]:
         valid(completion)
     assert beside[5].text in ('"ab"', '"cd"')
-    alone = answers(engine, *free)
+    alone = answers(served, *free)
     assert [answer.token_ids for answer in beside[:3]] == [answer.token_ids for answer in alone], (
         "theirs do not change"
     )
 
 
-def test_one_prepared_format_serves_answers_of_their_own(engine: TransformersEngine) -> None:
-    shared = held(engine, temperature=1.0, seed=1)
-    first, other = (valid(answer) for answer in answers(engine, shared, replace(shared, seed=2)))
+def test_one_prepared_format_serves_answers_of_their_own(served: Scheduled) -> None:
+    shared = held(served, temperature=1.0, seed=1)
+    first, other = (valid(answer) for answer in answers(served, shared, replace(shared, seed=2)))
     assert first.keys() == other.keys()
 
 
-def test_an_answer_that_is_cut_or_stopped_ends_as_any(engine: TransformersEngine) -> None:
+def test_an_answer_that_is_cut_or_stopped_ends_as_any(served: Scheduled) -> None:
     cut, stopped = answers(
-        engine, held(engine, max_tokens=3), held(engine, {"const": "a<stop>b"}, stop=("<stop>",))
+        served, held(served, max_tokens=3), held(served, {"const": "a<stop>b"}, stop=("<stop>",))
     )
     assert (cut.finish_reason, len(cut.token_ids), cut.text[0]) == ("length", 3, "{")
     assert (stopped.finish_reason, stopped.text, stopped.stop) == ("stop", '"a', "<stop>")
-    [whole] = answers(engine, held(engine, {"const": "ab"}, max_tokens=4))
+    [whole] = answers(served, held(served, {"const": "ab"}, max_tokens=4))
     assert (whole.finish_reason, whole.text) == ("stop", '"ab"'), "complete with its last token"
 
 
-def test_a_grammar_that_becomes_too_much_ends_its_own_answer_alone(
-    engine: TransformersEngine,
-) -> None:
-    broken = held(engine)
+def test_a_grammar_that_becomes_too_much_ends_its_own_answer_alone(served: Scheduled) -> None:
+    broken = held(served)
     assert broken.format is not None
     assert broken.format.compiled is not None
     broken.format.compiled.close()  # as where its process has become too large
-    served = Scheduled(engine)
-
-    async def both() -> list[Any]:
-        async def ask(sampling: Sampling) -> Any:
-            async with aclosing(served.answer(PROMPT, [], sampling=sampling)) as updates:
-                return [update async for update in updates][-1].completion
-
-        return await asyncio.gather(
-            ask(broken), ask(held(engine, {"const": "ab"})), return_exceptions=True
-        )
-
-    failed, whole = asyncio.run(both())
+    failed, whole = answers(served, broken, held(served, {"const": "ab"}))
     assert isinstance(failed, RequestError)
     assert failed.param == "response_format"
     assert whole.text == '"ab"'
-    assert engine.counters.open_continuations == 0
+    assert served.counters.open_continuations == 0
 
 
 def test_tokens_beyond_the_mask_are_not_allowed() -> None:

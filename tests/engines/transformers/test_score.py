@@ -14,17 +14,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engines.base import BatchEngine, EngineOptions, Sampling
+from service.engines.base import EngineOptions, Sampling
+from service.engines.families import family_of
 from service.engines.transformers.engine import TransformersEngine
 from service.engines.transformers.hooks import Prefix, micro_batches
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Site
 from service.risk import truth_logits
 from tests.engines import tiny
+from tests.engines.test_families import EVERY
 from tests.engines.transformers.test_decoding import KINDS, check_trace, decoded, reference
 from tests.matching import Held
 
-CPU = torch.device("cpu")
 LENGTHS = [3, 20, 7, 20, 1, 33, 12, 7]
 
 
@@ -32,57 +33,36 @@ def hooks_of(model: Any) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-@pytest.mark.parametrize("name", tiny.ALL)
-def test_score_equals_the_formula_on_single_prompt_activations(name: str):
-    engine: BatchEngine = tiny.shared_engine(name, 60)
-    shape = engine.identity.geometry
-    probes = [
-        tiny.probes(shape, Site.ATTENTION_HEAD, 1),
-        tiny.probes(shape, Site.RESIDUAL_STREAM, 2, scaled=True),
-        tiny.probes(shape, Site.ATTENTION_HEAD, 3, scaled=True),
-    ]
-    prompts = tiny.prompts(LENGTHS)
-    onsets = engine.score(prompts, probes)
-    assert [onset.prompt_tokens for onset in onsets] == LENGTHS
-    for prompt, onset in zip(prompts, onsets, strict=True):
-        activations = engine.extract([prompt], list(Site)).activations
-        assert onset.first_token is None
-        assert len(onset.trajectories) == 3
-        for probe, trajectory in zip(probes, onset.trajectories, strict=True):
-            readout = shape.select(activations[probe.site][0], probe.head, probe.site)
+@pytest.mark.parametrize("name", EVERY)
+def test_prompts_together_are_read_as_the_formula_and_the_models_logits_say_of_each(name: str):
+    engine = tiny.shared_engine(name, 60)
+    model, shape = tiny.modules(engine).model, engine.identity.geometry
+    prompts, sites = tiny.prompts(LENGTHS), family_of(model.config).sites
+    probes = [tiny.probes(shape, site, seed, scaled=seed > 1) for site in sites for seed in (1, 2)]
+    extracted = engine.extract(prompts, sites)
+    both = (engine.score(prompts, probes, first_token=first_token) for first_token in (False, True))
+    for number, (prompt, plain, scored) in enumerate(zip(prompts, *both, strict=True)):
+        assert (plain.prompt_tokens, plain.first_token) == (len(prompt), None)
+        alone = engine.extract([prompt], sites).activations
+        for site in sites:
+            rows = extracted.activations[site][number], alone[site][0]
+            np.testing.assert_allclose(*rows, rtol=1e-4, atol=1e-5)
+        for probe, *trajectories in zip(
+            probes, plain.trajectories, scored.trajectories, strict=True
+        ):
+            readout = shape.select(alone[probe.site][0], probe.head, probe.site)
             expected = truth_logits(readout, probe.direction, probe.bias, probe.scale)
-            assert trajectory.dtype == np.float64
-            np.testing.assert_allclose(trajectory, expected, rtol=0, atol=1e-5)
-
-
-def test_longrope_prompts_keep_their_own_frequencies_beside_long_ones() -> None:
-    engine = tiny.longrope_engine()
-    prompts, probes = tiny.prompts([5, 40]), tiny.probes_of(engine)
-    [together, _], [alone] = (
-        tiny.trajectories(engine, some, probes) for some in (prompts, prompts[:1])
-    )
-    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", tiny.ALL)
-def test_first_token_equals_the_models_own_logits(name: str) -> None:
-    engine = tiny.shared_engine(name)
-    prompts = tiny.prompts([9, 17, 4])
-    probe = tiny.probes_of(engine)
-    scored = engine.score(prompts, [probe], first_token=True)
-    extracted = engine.extract(prompts, [Site.RESIDUAL_STREAM]).first_tokens
-    for prompt, result, same in zip(prompts, scored, extracted, strict=True):
+            for trajectory in trajectories:
+                assert trajectory.dtype == np.float64
+                np.testing.assert_allclose(trajectory, expected, rtol=0, atol=1e-5)
         with torch.no_grad():
-            logits = tiny.modules(engine).model(input_ids=torch.tensor([prompt])).logits[0, -1]
+            logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
         log_probabilities = torch.log_softmax(logits.double(), -1)
-        first = result.first_token
-        assert first.token == same.token == int(logits.argmax())
+        first = scored.first_token
+        assert first.token == extracted.first_tokens[number].token == int(logits.argmax())
         assert first.log_max_prob == pytest.approx(float(log_probabilities.max()), abs=1e-4)
         entropy = float(-(log_probabilities.exp() * log_probabilities).sum())
         assert first.entropy == pytest.approx(entropy, abs=1e-4)
-    with_tokens = np.stack([result.trajectories[0] for result in scored])
-    without = tiny.trajectories(engine, prompts, probe)
-    np.testing.assert_allclose(with_tokens, without, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
@@ -178,8 +158,8 @@ def test_bad_prompts_are_named_and_never_truncated(
 ) -> None:
     engine = tiny.shared_engine("llama")
     probe, site, [good] = [tiny.probes_of(engine)], Site.ATTENTION_HEAD, tiny.prompts([4])
-    reads: list[tuple[Any, Any]] = [(engine.score, probe), (engine.begin, probe)]
-    for read, what in [*reads, (engine.extract, [site])]:
+    reads: Any = ((engine.score, probe), (engine.begin, probe), (engine.extract, [site]))
+    for read, what in reads:
         with pytest.raises(error, match=named):
             read([good, bad], what)
 
@@ -289,7 +269,8 @@ def chatting(family: str = "llama", model: Any = None) -> TransformersEngine:
 
 def chats(made: TransformersEngine) -> list[list[int]]:
     rendered = [made.render_chat([{"role": "user", "content": content}]) for content in CONTENTS]
-    return [*rendered, made.tokenize("no chat"), list(made._prefix.tokens) or rendered[0][:9]]
+    texts = "no chat", "no chat, and longer than the shorter ones of the chats"
+    return [*rendered, *map(made.tokenize, texts), [*made._prefix.tokens] or rendered[0][:9]]
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -308,6 +289,9 @@ def test_numbers_and_answers_are_those_of_whole_prompts(family: str) -> None:
     for prompt, continuation in zip(prompts, ours.begin(prompts, [probe]), strict=True):
         answer = decoded(continuation, Sampling(max_tokens=8)).token_ids
         assert list(answer) == reference(ours, prompt, 8)
+    traced = ours.sample(prompts, Sampling(max_tokens=4), [[0]] * len(prompts))
+    for prompt, (trace,) in zip(prompts, traced, strict=True):
+        check_trace(ours, prompt, trace)
 
 
 def newer(self: Any, cache: Any = None, **rest: Any) -> Any:
@@ -338,10 +322,8 @@ def test_the_cache_is_given_by_the_name_that_the_model_has_for_it(forward: Any) 
     both = (tiny.trajectories(engine, prompts, probe) for engine in (ours, plain))
     np.testing.assert_allclose(*both, atol=1e-5)
 
-    def answers(engine: TransformersEngine) -> list[Any]:
-        return [answer.token_ids for answer in engine.generate(prompts, Sampling(max_tokens=6))]
-
-    assert answers(ours) == answers(plain)
+    sampling = Sampling(max_tokens=6)
+    assert ours.generate(prompts, sampling) == plain.generate(prompts, sampling)
     assert caches == {"NoneType", "DynamicCache", "_RowCaches"}
 
 
@@ -359,15 +341,3 @@ def test_the_beginning_is_run_once() -> None:
     for template in (None, without):
         tokenizer = tiny.tokenizer(template=template)
         assert TransformersEngine(tiny.model("llama"), tokenizer)._prefix.tokens == ()
-
-
-@pytest.mark.parametrize(("family", "tokens"), [("llama", 4), ("mistral", 1)])
-def test_traces_of_chats_and_texts_together_are_each_its_own(family: str, tokens: int) -> None:
-    made = chatting(family)
-    prompts = [
-        *chats(made),
-        made.tokenize("no chat, and longer than the shorter ones of the chats"),
-    ]
-    traced = made.sample(prompts, Sampling(max_tokens=tokens), [[0]] * len(prompts))
-    for prompt, (answer,) in zip(prompts, traced, strict=True):
-        check_trace(made, prompt, answer)

@@ -12,7 +12,6 @@ import torch
 
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions
-from service.engines.transformers.engine import TransformersEngine
 from service.engines.transformers.threads import (
     PATIENCE,
     AdaptiveThreads,
@@ -96,14 +95,12 @@ def test_a_trial_chooses_the_threads_of_a_whole_run(
 
 
 def test_each_pass_has_its_threads_and_the_process_keeps_its_own() -> None:
-    engine = TransformersEngine.load(EngineOptions(model=str(MODEL_DIR)))
-    own = torch.get_num_threads()
-    assert engine.torch_model is not None
-    model = engine.torch_model.model
+    engine = tiny.load_engine(MODEL_DIR)
+    own, model = torch.get_num_threads(), tiny.modules(engine).model
     between = list[int]()
     inside = list[int]()
     prompt = engine.tokenize("What is the capital of France?")
-    probes = [tiny.probes_of(engine, seed=1)]
+    probes = [tiny.probes_of(engine)]
     before = engine.score([prompt], probes)[0]
     torch.set_num_threads(3)
     try:

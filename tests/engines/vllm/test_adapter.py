@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engines.base import EngineOptions, Sampling
+from service.engines.base import Sampling
 from service.errors import ModelLoadError
 from service.readout import Site
-from tests.engines import lora
+from tests.engines import lora, tiny
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.parity import models
 
 vllm_or_skip()
 
 from service.engines.vllm.engine import VllmEngine  # noqa: E402
+from tests.engines.vllm.asking import loaded  # noqa: E402
 
 pytestmark = pytest.mark.long
 
@@ -40,13 +41,8 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, adapter: Path) -> Iterator[VllmEngine]:
-    extra = {"max_model_len": "128", "max_num_seqs": "32"}
-    options = EngineOptions(
-        str(model), dtype="float32", max_batch_tokens=32, adapter=str(adapter), extra=extra
-    )
-    loaded = VllmEngine.load(options, rows=True)
-    yield loaded
-    loaded.close()
+    with loaded(model, 128, 32, eager=False, adapter=str(adapter), rows=True) as engine:
+        yield engine
 
 
 def test_the_adapter_is_read_and_no_other(
@@ -63,14 +59,11 @@ def test_the_adapter_is_read_and_no_other(
     prompts = [reader.prompt[:110] for reader in models.questions(40)]
     probes = models.probes(engine.identity.geometry, 0)
 
-    def read(reader: Any) -> Any:
-        return np.array([result.trajectories for result in reader.score(prompts, probes)])
-
-    wanted, plain = read(merged), copy(engine)
+    wanted, plain = tiny.logits(merged, prompts, probes), copy(engine)
     plain._adapter = None
     for _ in range(2):  # from the prefix cache, too, which the model without it shares
-        assert np.abs(read(engine) - wanted).max() < CLOSE
-        assert np.abs(read(plain) - wanted).max() > 1000 * CLOSE
+        assert np.abs(tiny.logits(engine, prompts, probes) - wanted).max() < CLOSE
+        assert np.abs(tiny.logits(plain, prompts, probes) - wanted).max() > 1000 * CLOSE
 
     def answers(reader: Any) -> list[str]:
         return [answer.text for answer in reader.generate(prompts[:8], ANSWER)]

@@ -4,9 +4,8 @@ Of many at once, chunked, preempted and cached: tests/parity."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engines.base import EngineGate, EngineOptions, Sampling, Update
+from service.engines.base import Sampling, Update
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EngineError
 from service.readout import Probes, Site
@@ -26,8 +25,8 @@ from tests.running import until
 vllm_or_skip()
 
 from service.engines.bridge import run_on  # noqa: E402
-from service.engines.vllm.client import MERGED, parameters_for  # noqa: E402
 from service.engines.vllm.engine import VllmEngine  # noqa: E402
+from tests.engines.vllm.asking import loaded, updates, wait  # noqa: E402
 
 pytestmark = pytest.mark.long
 
@@ -35,6 +34,7 @@ CLOSE = 1e-5  # truth logits, as in tests/parity
 SLOTS = 2
 PROMPT = models.questions()[5].prompt
 MANY = Sampling(max_tokens=40)
+BySite = dict[Site, list[Probes]]
 
 
 @pytest.fixture(scope="module")
@@ -44,180 +44,90 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VllmEngine]:
-    extra = {
-        "enforce_eager": "true",
-        "max_model_len": str(models.CONTEXT),
-        "max_num_seqs": "32",
-    }
-    options = EngineOptions(str(folder), dtype="float32", max_batch_tokens=48, extra=extra)
-    loaded = VllmEngine.load(options, slots=SLOTS, answers=True)
-    assert loaded.reads_answers
-    yield loaded
-    loaded.close()
+    with loaded(folder, models.CONTEXT, 48, slots=SLOTS, answers=True) as engine:
+        assert engine.reads_answers
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> TransformersEngine:
-    return TransformersEngine.load(EngineOptions(str(folder), dtype="float32"))
+    return tiny.load_engine(folder, dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def probes(reference: TransformersEngine) -> dict[Site, list[Probes]]:
-    geometry = reference.identity.geometry
-
-    def of(site: Site) -> list[Probes]:
-        return [tiny.probes(geometry, site, seed, scaled=True) for seed in (7, 8, 9)]
-
-    return {site: of(site) for site in Site}
+def probes(reference: TransformersEngine) -> BySite:
+    return {
+        site: [tiny.probes_of(reference, site, seed, scaled=True) for seed in (7, 8, 9)]
+        for site in Site
+    }
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(engine: VllmEngine) -> Iterator[None]:
     """No slot is held after a test, and the worker knows of no answer."""
     yield
-    until(
-        lambda: engine.counters.open_continuations == 0 and described(engine)["answering"] == 0, 20
-    )
+    until(lambda: engine.counters.open_continuations == 0)
+    until(lambda: run_on(engine.loop, engine._describe())["answering"] == 0)
     assert not any(slot.users for slot in engine.slots._slots)
 
 
-def described(engine: VllmEngine) -> Any:
-    return run_on(engine.loop, engine._describe())
-
-
-def wait(engine: VllmEngine, work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, engine.loop).result(240)
-
-
-def updates(
-    engine: VllmEngine, stream: AsyncGenerator[Update, None], pause: float = 0.0
-) -> list[Update]:
-    """All updates of an answer; with a ``pause`` after each, in which vLLM adds outputs to the next
-    one."""
-
-    async def take() -> list[Update]:
-        received = []
-        async with aclosing(stream):
-            async for update in stream:
-                received.append(update)
-                if pause:
-                    await asyncio.sleep(pause)
-        return received
-
-    return list(wait(engine, take()))
-
-
 def check(
-    received: list[Update], prompt: Any, probes: Probes | None, reference: TransformersEngine
+    received: list[Update], prompt: Any, probes: Probes, reference: TransformersEngine
 ) -> int:
-    """The last update has what ``reference`` reads of the answer's text; return how many tokens
-    were read."""
-    decoded = 0
+    """Each update has what ``reference`` reads of the answer's text so far; return how many tokens
+    were read at the end."""
+    completion, decoded = received[-1].completion, 0
+    assert completion is not None
     for update in received:
         decoded += update.tokens
-        if probes is None or decoded < 2:
+        if decoded < 2:
             assert update.answer is None
-        else:
-            assert update.answer is not None
-            assert update.answer.tokens == decoded - 1
-    last = received[-1]
-    assert last.completion is not None
-    if last.answer is None:
-        return 0
-    assert probes is not None
-    written = [*prompt, *last.completion.token_ids[:-1]]
-    [expected] = reference.score([written], [probes], last=[last.answer.tokens])
-    np.testing.assert_allclose(last.answer.trajectory, expected.trajectories[0], rtol=0, atol=CLOSE)
-    return last.answer.tokens
+            continue
+        assert update.answer is not None
+        assert update.answer.tokens == decoded - 1
+        written = [*prompt, *completion.token_ids[: decoded - 1]]
+        [expected] = reference.score([written], [probes], last=[decoded - 1])
+        logits = expected.trajectories[0]
+        np.testing.assert_allclose(update.answer.trajectory, logits, rtol=0, atol=CLOSE)
+    return max(0, decoded - 1)
 
 
+@pytest.mark.parametrize("site", list(Site))
 def test_each_update_has_the_mean_so_far(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
+    site: Site,
+    engine: VllmEngine,
+    reference: TransformersEngine,
+    probes: BySite,
 ) -> None:
-    for site in Site:
-        received = updates(
-            engine,
-            engine.answer(
-                PROMPT, [], sampling=Sampling(max_tokens=9), answer_probes=probes[site][0]
-            ),
-        )
-        ids = received[-1].completion.token_ids if received[-1].completion else ()
-        assert len(ids) > 4
-        for update in received:
-            if update.answer is not None:
-                written, count = [*PROMPT, *ids[: update.answer.tokens]], update.answer.tokens
-                [expected] = reference.score([written], [probes[site][0]], last=[count])
-                np.testing.assert_allclose(
-                    update.answer.trajectory, expected.trajectories[0], rtol=0, atol=CLOSE
-                )
+    sampling, probe = Sampling(max_tokens=9), probes[site][0]
+    received = updates(engine, PROMPT, [], sampling=sampling, answer_probes=probe)
+    assert check(received, PROMPT, probe, reference) > 3
 
 
 def test_a_reader_that_is_late_misses_nothing(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
+    engine: VllmEngine, reference: TransformersEngine, probes: BySite
 ) -> None:
     """vLLM adds outputs that were not taken to one another, and keeps what came with the first."""
     asked = probes[Site.ATTENTION_HEAD]
-    received = updates(
-        engine, engine.answer(PROMPT, asked[:1], sampling=MANY, answer_probes=asked[1]), pause=0.3
-    )
+    received = updates(engine, PROMPT, asked[:1], sampling=MANY, answer_probes=asked[1], pause=0.3)
     assert max(update.tokens for update in received) > 5, "it was not late"
     assert check(received, PROMPT, asked[1], reference) > 10
     assert received[0].prefill is not None
     [onset] = reference.score([PROMPT], asked[:1])
-    np.testing.assert_allclose(
-        received[0].prefill.trajectories[0], onset.trajectories[0], rtol=0, atol=CLOSE
-    )
-
-
-def test_a_request_that_is_not_read_is_sent_nothing_more(
-    engine: VllmEngine, probes: dict[Site, list[Probes]]
-) -> None:
-    """Beside one that is."""
-
-    async def payloads(answer: Probes | None) -> list[Any]:
-        lease = await engine.lease(probes[Site.ATTENTION_HEAD][:1], answer_probes=answer)
-        try:
-            async with aclosing(
-                engine._outputs(PROMPT, parameters_for(MANY, lease.directive))
-            ) as outputs:
-                # One output may be of several steps, where this loop was late.
-                return [
-                    payload
-                    async for output in outputs
-                    for payload in (output.prompt_token_id_logprobs, *getattr(output, MERGED))
-                ]
-        finally:
-            lease.release()
-
-    async def both() -> list[list[Any]]:
-        return list(await asyncio.gather(payloads(None), payloads(probes[Site.ATTENTION_HEAD][1])))
-
-    unread, read = wait(engine, both())
-    assert [payload is None for payload in unread] == [False] + [True] * (len(unread) - 1)
-    assert unread[0].size == read[0].size == engine._plan.payload
-    assert {payload.size for payload in read[1:]} == {engine.identity.geometry.num_layers + 1}
-    assert len(read) == len(unread) > 10
+    tiny.check_same(received[0].prefill, onset, tokens=False, rtol=0, atol=CLOSE)
 
 
 def test_an_answer_that_is_given_up_is_forgotten_at_once(
-    engine: VllmEngine, probes: dict[Site, list[Probes]]
+    engine: VllmEngine, probes: BySite
 ) -> None:
-    async def given_up() -> None:
-        stream = engine.answer(
-            PROMPT, [], sampling=MANY, answer_probes=probes[Site.ATTENTION_HEAD][0]
-        )
-        async with aclosing(stream):
-            async for update in stream:
-                if update.answer is not None and update.answer.tokens > 2:
-                    assert sum(slot.users for slot in engine.slots._slots) == 1
-                    break
-
-    wait(engine, given_up())
+    probe = probes[Site.ATTENTION_HEAD][0]
+    received = updates(engine, PROMPT, [], sampling=MANY, answer_probes=probe, count=5)
+    assert received[-1].answer is not None
     assert not any(slot.users for slot in engine.slots._slots)
 
 
 def test_its_slot_is_its_own_until_the_answer_has_ended(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
+    engine: VllmEngine, reference: TransformersEngine, probes: BySite
 ) -> None:
     """The prompt's slots are free once the prompt was read."""
     first, *others = probes[Site.ATTENTION_HEAD]
@@ -242,7 +152,7 @@ def test_its_slot_is_its_own_until_the_answer_has_ended(
 
 
 def test_an_answer_that_ends_early_is_read_as_far_as_it_went(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
+    engine: VllmEngine, reference: TransformersEngine, probes: BySite
 ) -> None:
     first, second, _ = probes[Site.ATTENTION_HEAD]
     [whole] = engine.generate([PROMPT], MANY)
@@ -252,31 +162,27 @@ def test_an_answer_that_ends_early_is_read_as_far_as_it_went(
         Sampling(max_tokens=40, stop=(whole.text[9:12],)),
         Sampling(max_tokens=2),
     ):
-        received = updates(
-            engine, engine.answer(PROMPT, [second], sampling=sampling, answer_probes=first)
-        )
+        received = updates(engine, PROMPT, [second], sampling=sampling, answer_probes=first)
         assert check(received, PROMPT, first, reference) >= 1
         assert received[-1].completion is not None
         assert len(received[-1].completion.token_ids) < 40
         assert received[-1].completion.stop == next(iter(sampling.stop), None)
-    shut = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0)
+    shut = tiny.gate(0.0)
     for more in ({"sampling": Sampling(max_tokens=1)}, {"sampling": MANY, "gate": shut}, {}):
-        [update] = updates(engine, engine.answer(PROMPT, [second], answer_probes=first, **more))
+        [update] = updates(engine, PROMPT, [second], answer_probes=first, **more)
         assert update.answer is None
 
 
 def test_a_written_text_is_read_over_its_last_tokens(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
+    engine: VllmEngine, reference: TransformersEngine, probes: BySite
 ) -> None:
     prompts, last = [question.prompt for question in models.questions()[2:6]], [5, 1, 9, 3]
     every = [probes[site][0] for site in Site]
     scored, read = (
         reader.score(prompts, every, first_token=True, last=last) for reader in (engine, reference)
     )
-    for ours, theirs in zip(scored, read, strict=True):
-        np.testing.assert_allclose(ours.trajectories, theirs.trajectories, rtol=0, atol=CLOSE)
-        assert ours.prompt_tokens == theirs.prompt_tokens
-        assert ours.first_token is theirs.first_token is None, "that is of the last token alone"
+    for ours, theirs in zip(scored, read, strict=True):  # a first token is of the last one alone
+        tiny.check_same(ours, theirs, tokens=False, rtol=0, atol=CLOSE)
     with pytest.raises(EngineError, match="vllm engine gives no answer's own tokens to train on"):
         engine.extract(
             prompts, [Site.ATTENTION_HEAD], sampling=MANY, answer_site=Site.ATTENTION_HEAD

@@ -1,9 +1,11 @@
-"""The readout in a forward pass of plain torch modules: equal to ``risk``, split over ranks, not
-recompiled."""
+"""The readout in a forward pass of plain torch modules: equal to ``risk``, and of
+which graph."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.engines.families import FAMILIES, family_of
 from service.engines.vllm import attach
@@ -24,143 +24,121 @@ from service.risk import truth_logits
 from tests.engines import tiny
 
 GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=8, hidden_size=20)
+WIDTH = GEOMETRY.width(Site.ATTENTION_HEAD)
 TOKENS, SLOTS = 12, 3
 ONSETS = [5, 11, 2, 0]
 CPU = torch.device("cpu")
 LLAMA = next(family for family in FAMILIES if "llama" in family.model_types)
 
-_library = torch.library.Library("hallutracer_test", "FRAGMENT")
-_library.define("attention(Tensor values, Tensor(a!) output, int layer) -> ()")
-_layers: list[Any] = []
-
-
-def _attention(values: torch.Tensor, output: torch.Tensor, layer: int) -> None:
-    _layers[layer].impl.forward(values, output=output, output_scale=None)
-
-
-_library.impl("attention", _attention, "CompositeExplicitAutograd")
-torch.library.register_fake("hallutracer_test::attention", lambda values, output, layer: None)
-
 
 class AttentionLayer(nn.Module):
-    """As vLLM's: an operator that the compiler does not look into calls the implementation, which
-    writes its output."""
+    """As vLLM's: the implementation writes its output."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, heads: int = GEOMETRY.num_heads) -> None:
         super().__init__()
-        self.num_heads, self.head_size = width // GEOMETRY.head_dim, GEOMETRY.head_dim
-        self.layer_name = str(len(_layers))
+        self.num_heads, self.head_size, self.layer_name = heads, GEOMETRY.head_dim, "attention"
         self.impl = SimpleNamespace(
             forward=lambda values, output, **_: output.copy_(torch.tanh(values))
         )
-        _layers.append(self)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(values)
-        torch.ops.hallutracer_test.attention(values, output, int(self.layer_name))
+        self.impl.forward(values, output=output, output_scale=None)
         return output
 
 
 class Attention(nn.Module):
-    """Its projection's input is the concatenated heads; ``share`` of them on this rank."""
+    """Its projection's input is the concatenated heads, unless ``change`` makes something else of
+    attention's result."""
 
-    def __init__(self, share: range) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        d = GEOMETRY.head_dim
-        self.heads = slice(share.start * d, share.stop * d)
-        self.v_proj = nn.Linear(GEOMETRY.hidden_size, GEOMETRY.num_heads * d, bias=False)
-        whole = nn.Linear(GEOMETRY.num_heads * d, GEOMETRY.hidden_size, bias=False)
-        self.o_proj = nn.Linear(len(share) * d, GEOMETRY.hidden_size, bias=False)
-        self.o_proj.weight = nn.Parameter(whole.weight[:, self.heads].clone())
-        self.o_proj.input_size = len(share) * d  # an attribute of vLLM's row-parallel layers
-        self.attn = AttentionLayer(len(share) * d)
+        self.v_proj = nn.Linear(GEOMETRY.hidden_size, WIDTH, bias=False)
+        self.attn = AttentionLayer()
+        self.o_proj = nn.Linear(WIDTH, GEOMETRY.hidden_size, bias=False)
+        self.o_proj.input_size = WIDTH  # an attribute of vLLM's row-parallel layers
+        self.change: Callable[[torch.Tensor], torch.Tensor] = lambda attended: attended
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
-        output = self.o_proj(self.attn(self.v_proj(hidden_states)[..., self.heads]))
+        output = self.o_proj(self.change(self.attn(self.v_proj(hidden_states))))
         return output.view_as(hidden_states)  # vLLM's go on with it, too
 
 
-class Gated(Attention):
-    """Something happens between attention and its projection."""
-
-    def forward(self, hidden_states: torch.Tensor) -> Any:
-        return self.o_proj(2 * self.attn(self.v_proj(hidden_states)[..., self.heads]))
-
-
-class Narrower(Attention):
-    """Its projection is given a part."""
-
-    def forward(self, hidden_states: torch.Tensor) -> Any:
-        return self.o_proj(self.attn(self.v_proj(hidden_states)[..., self.heads])[..., :-1])
-
-
-class Quantized(nn.Module):
-    """As in INT8 and NVFP4 checkpoints: a float32 scale comes first, and nothing is stored in the
-    compute dtype."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight_scale = nn.Parameter(torch.full((outputs, 1), 0.01))
-        self.weight = nn.Parameter(
-            torch.randint(-9, 9, (outputs, inputs), dtype=torch.int8), requires_grad=False
-        )
+class Quantized(nn.Linear):
+    """As in INT8 and NVFP4 checkpoints: a float32 parameter comes first, and nothing is stored in
+    the compute dtype."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         if states.dtype != torch.bfloat16:
             raise RuntimeError(f"the kernel takes bfloat16, not {states.dtype}")
-        return nn.functional.linear(states, (self.weight_scale * self.weight).to(states))
+        return super().forward(states.float()).to(states)
 
 
 class Block(nn.Module):
     """Returns hidden states and residual separately, as vLLM's blocks do."""
 
-    def __init__(self, share: range) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.self_attn = Attention(share)
+        self.self_attn = Attention()
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         residual = hidden if residual is None else hidden + residual
         return self.self_attn(residual), residual
 
 
-class Stack(nn.Module):
-    def __init__(self, share: range, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block(share) for _ in range(layers)])
+class Decoder(nn.Module):
+    """As vLLM's: takes embeddings in place of tokens.  ``reads`` makes one tensor of what the last
+    block returns, for the norm, and ``between`` what the next is given of what a block returns."""
 
-    def forward(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
-        hidden, residual = inputs_embeds, None
-        for block in self.layers:
-            hidden, residual = block(hidden, residual)
-        assert residual is not None
-        return hidden + residual
+    def __init__(
+        self, block: type[nn.Module], reads: Any, between: Any = lambda states: states
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(GEOMETRY.num_layers))
+        self.reads, self.between = reads, between
+        self.norm = nn.LayerNorm(GEOMETRY.hidden_size)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any,
+        inputs_embeds: torch.Tensor,
+    ) -> torch.Tensor:
+        states: tuple[torch.Tensor, ...] = (inputs_embeds,)
+        for layer in self.layers:
+            returned = layer(positions, *[self.between(state) for state in states])
+            states = returned if isinstance(returned, tuple) else (returned,)
+        normed: torch.Tensor = self.norm(self.reads(*states))
+        return normed
+
+
+def added(hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return hidden + residual
 
 
 class Model(nn.Module):
-    def __init__(self, share: range = range(4), layers: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = Stack(share, layers)
+        self.model = Decoder(Block, added)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.model(hidden)  # type: ignore[no-any-return]
+        return self.model(None, torch.arange(len(hidden)), None, hidden)  # type: ignore[no-any-return]
 
 
 def installed(
     model: Model,
     sites: tuple[Site, ...] = tuple(Site),
     *,
-    rank: int = 0,
-    ranks: int = 1,
     dtype: torch.dtype = torch.float32,
-    rows: bool = False,
     room: int = 0,
     slots: int = SLOTS,
 ) -> dict[Site, SiteReadout]:
-    plan = Plan(GEOMETRY, sites, slots, rows, room > 0)
-    return attach.install(model, LLAMA, plan, rank, ranks, CPU, dtype, room)
+    plan = Plan(GEOMETRY, sites, slots, False, room > 0)
+    return attach.install(model, LLAMA, plan, 0, 1, CPU, dtype, room)
 
 
 def hidden(seed: int = 3, tokens: int = TOKENS) -> torch.Tensor:
@@ -177,29 +155,16 @@ def run(
         return model(inputs)  # type: ignore[no-any-return]
 
 
-def activations_of(model: Model, inputs: torch.Tensor) -> dict[Site, np.ndarray]:
+def activations_of(inputs: torch.Tensor) -> dict[Site, np.ndarray]:
     """Activations [tokens, m, width] of an unchanged model, from hooks."""
-    captured: dict[Site, list[torch.Tensor]] = {site: [] for site in Site}
-    heads, stream = captured[Site.ATTENTION_HEAD], captured[Site.RESIDUAL_STREAM]
-    handles = []
+    model, heads, stream = Model(), list[torch.Tensor](), list[torch.Tensor]()
     for block in model.model.layers:
-        projection = block.self_attn.o_proj
-        handles.append(
-            projection.register_forward_pre_hook(lambda _, given: heads.append(given[0]))
-        )
-        handles.append(
-            block.register_forward_hook(lambda _, __, output: stream.append(output[0] + output[1]))
-        )
+        block.self_attn.o_proj.register_forward_pre_hook(lambda _, given: heads.append(given[0]))
+        block.register_forward_hook(lambda _, __, output: stream.append(sum(output)))
     with torch.inference_mode():
         model(inputs)
-    for handle in handles:
-        handle.remove()
-    return {site: torch.stack(rows, 1).numpy() for site, rows in captured.items()}
-
-
-def expected(rows: np.ndarray, probes: Probes) -> np.ndarray:
-    readout = GEOMETRY.select(rows, probes.head, probes.site)
-    return truth_logits(readout, probes.direction, probes.bias, probes.scale)
+    both = zip(Site, (heads, stream), strict=True)
+    return {site: torch.stack(rows, 1).numpy() for site, rows in both}
 
 
 def probes(site: Site, seed: int) -> Probes:
@@ -210,7 +175,9 @@ def check_read(
     read: np.ndarray, slot: int, rows: np.ndarray, probe: Probes, onsets: Sequence[int] = ONSETS
 ) -> None:
     """Truth logits [layers, onsets, slots] are those of a slot's probe."""
-    np.testing.assert_allclose(read[:, :, slot].T, expected(rows[onsets], probe), atol=1e-5)
+    readout = GEOMETRY.select(rows[onsets], probe.head, probe.site)
+    expected = truth_logits(readout, probe.direction, probe.bias, probe.scale)
+    np.testing.assert_allclose(read[:, :, slot].T, expected, atol=1e-5)
 
 
 def test_half_types_are_read_in_float32_and_of_all_heads_only_the_slots_are_kept() -> None:
@@ -226,112 +193,41 @@ def test_half_types_are_read_in_float32_and_of_all_heads_only_the_slots_are_kept
     assert max(rows.shape[1] for rows in heads._kept) <= SLOTS
 
 
-def test_another_probe_and_another_step_need_no_other_graph() -> None:
-    """A change of bundles needs no compilation, and a compiled graph keeps no old probes and no old
-    rows."""
-    compilations = 0
-
-    def count(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
-        nonlocal compilations
-        compilations += 1
-        return module.forward
-
-    rows = activations_of(Model(), hidden())
-    model = Model()
-    readouts = installed(model)
-    compiled = torch.compile(model, backend=count, dynamic=True)
-    for seed in range(4):
-        onsets = ONSETS[: 1 + seed]
-        made = {site: probes(site, seed) for site in Site}
-        for site, probe in made.items():
-            readouts[site].write(1, probe)
-        run(compiled, readouts, hidden(), onsets)
-        for site, probe in made.items():
-            check_read(readouts[site].read().numpy(), 1, rows[site], probe, onsets)
-        if seed == 0:
-            once = compilations
-    assert once > 0
-    assert compilations == once
-
-
-def test_the_compilers_graph_has_one_operator_a_layer_at_the_residual_site_only() -> None:
-    """Alike in every layer: vLLM then compiles identical layers once."""
-    graphs: list[str] = []
+@pytest.mark.parametrize("sites", [(Site.ATTENTION_HEAD,), tuple(Site)])
+def test_the_compilers_graph_has_one_operator_a_layer_at_the_residual_site_only(
+    sites: tuple[Site, ...],
+) -> None:
+    """Alike in every layer: vLLM then compiles identical layers once.  That no compiled graph keeps
+    old probes or rows: tests/parity."""
+    nodes: list[str] = []
 
     def look(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
-        graphs.extend(
-            f"{node.target} {node.args[2:]}"
-            for node in module.graph.nodes
-            if node.op == "call_function"
-        )
+        nodes.extend(f"{node.target} {node.args[2:]}" for node in module.graph.nodes)
         return module.forward
 
-    for sites, count in (((Site.ATTENTION_HEAD,), 0), (tuple(Site), GEOMETRY.num_layers)):
-        graphs.clear()
-        model = Model()
-        installed(model, sites)
-        with torch.inference_mode():
-            torch.compile(model, backend=look, dynamic=True)(hidden())
-        ours = [node for node in graphs if "keep_residual" in node]
-        assert (len(ours), len(set(ours))) == (count, min(count, 1))
+    model = Model()
+    installed(model, sites)
+    with torch.inference_mode():
+        torch.compile(model, backend=look, dynamic=True)(hidden())
+    ours = [node for node in nodes if "keep_residual" in node]
+    assert (len(ours), len({*ours})) == ((3, 1) if Site.RESIDUAL_STREAM in sites else (0, 0))
 
 
-@pytest.mark.parametrize("calls", [0, 2, 4])
-def test_a_layer_that_was_not_kept_or_kept_twice_gives_no_number(calls: int) -> None:
-    """As where a CUDA graph ran that was captured as a whole, or a compile cache is stale."""
-    for readout in installed(Model()).values():
-        readout.start(None)
-        readout.keep(torch.ones(TOKENS, readout.width))
-        assert readout._kept is None  # a step that reads nothing
-        readout.start(torch.tensor(ONSETS))
-        for _ in range(calls):
-            readout.keep(torch.ones(TOKENS, readout.width))
-        for numbers, shape in (
-            (readout.read(), (3, 4, SLOTS)),
-            (readout.activations(), (3, 4, readout.width)),
-        ):
-            assert torch.isnan(numbers).all()
-            assert numbers.shape == shape
-
-
-class Graph(TorchDispatchMode):
-    """What a CUDA graph does of a forward pass: the same operations again, on the same addresses,
-    and no Python."""
-
-    def __init__(self, model: Model, tokens: int) -> None:
-        """Capture a pass over so many tokens."""
-        super().__init__()
-        self.inputs = hidden(tokens=tokens)
-        self._done: list[tuple[Any, Any, Any, Any]] = []
-        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-            patch.setattr(attach, "captured", lambda states: True)
-            with self:
-                model(self.inputs)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in (
-            "hallutracer",
-            "hallutracer_test",
-        ):  # Python's: what they do comes one by one
-            with self:
-                return (attach._keep_residual if func.namespace == "hallutracer" else _attention)(
-                    *args
-                )
-        result = func(*args, **(kwargs or {}))
-        self._done.append((func, args, kwargs or {}, result))
-        return result
-
-    def replay(self, inputs: torch.Tensor) -> None:
-        self.inputs[: len(inputs)] = inputs  # a step with fewer tokens is padded
-        with torch.inference_mode():
-            for func, args, kwargs, before in self._done:
-                again = func(*args, **kwargs)
-                for before_it, other in zip(*map(pytree.tree_leaves, (before, again)), strict=True):
-                    if (
-                        isinstance(before_it, torch.Tensor)
-                        and before_it.data_ptr() != other.data_ptr()
-                    ):
-                        before_it.copy_(other)
+def replay(
+    model: Model, readouts: dict[Site, SiteReadout], tokens: int, inputs: torch.Tensor
+) -> None:
+    """What a CUDA graph does that was captured over so many tokens in a step that reads nothing:
+    the same operations on the same addresses, whatever Python's side of a readout is now."""
+    sides = {each: (each._count, each._calls, each._parts) for each in readouts.values()}
+    for readout in sides:
+        readout._count, readout._calls, readout._parts = 0, 0, []
+    padded = hidden(tokens=tokens)
+    padded[: len(inputs)] = inputs  # a step with fewer tokens is padded
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(attach, "captured", lambda states: True)
+        model(padded)
+    for readout, side in sides.items():
+        readout._count, readout._calls, readout._parts = side
 
 
 @pytest.mark.parametrize("slots", [SLOTS, GEOMETRY.num_heads])  # picked heads, and whole rows
@@ -344,15 +240,13 @@ def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -
     for site, readout in readouts.items():
         readout.write(1, made[site])
     run(model, readouts, hidden(), [0])  # the warm-up
-    for readout in readouts.values():
-        readout.start(None)
-    graphs = {tokens: Graph(model, tokens) for tokens in (8, 4, 1)}
-    addresses = [
-        part.data_ptr()
-        for readout in readouts.values()
-        for part in (readout._kept, readout._places)
-        if part is not None
-    ]
+
+    def addresses() -> list[int]:
+        parts = ((readout._kept, readout._places) for readout in readouts.values())
+        return [part.data_ptr() for part in chain(*parts) if part is not None]
+
+    before = addresses()
+    assert len(before) == 4
     for seed, (tokens, real, rows) in enumerate(
         [
             (8, 8, [5, 0, 7]),
@@ -371,38 +265,17 @@ def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -
         for readout in readouts.values():
             readout.start(torch.tensor(rows) if rows else None)
         if tokens:
-            graphs[tokens].replay(inputs)
+            replay(model, readouts, tokens, inputs)
         else:
             with torch.inference_mode():
                 model(inputs)
-        expected_rows = activations_of(Model(), inputs)
+        expected_rows = activations_of(inputs)
         for site, readout in readouts.items():
             if rows:
                 check_read(readout.read().numpy(), 1, expected_rows[site], made[site], rows)
             readout.start(None)
             assert not readout._places.any(), "a smaller graph would read outside its tokens"
-    now = [
-        part.data_ptr()
-        for readout in readouts.values()
-        for part in (readout._kept, readout._places)
-        if part is not None
-    ]
-    assert now == addresses
-    assert len(now) == 4
-
-
-def test_a_graph_that_keeps_nothing_gives_no_number() -> None:
-    """As one of another compilation: the step before was read, at the same address."""
-    model = Model()
-    readouts = installed(model, room=4)
-    run(model, readouts, hidden(), [1])
-    for readout in readouts.values():
-        assert torch.isfinite(readout.read()).all()
-        readout.start(torch.tensor([2, 3]))
-        assert torch.isnan(readout.read()).all()
-    for readout in installed(Model(), room=4).values():
-        readout.start(torch.tensor([2]))
-        assert torch.isnan(readout.read()).all(), "nothing was ever kept"
+    assert addresses() == before
 
 
 def test_a_quantized_result_of_attention_is_not_read() -> None:
@@ -420,9 +293,10 @@ def test_a_quantized_result_of_attention_is_not_read() -> None:
 def test_a_module_tree_that_is_not_read_as_it_was_trained_on_is_refused() -> None:
     for layer, path, value, named in (
         (2, "o_proj.input_size", 30, "layer 2.* 30 inputs"),
-        (1, "__class__", Gated, "layer 1's self_attn.o_proj does not read"),
-        (1, "__class__", Narrower, "layer 1's self_attn.o_proj does not read"),
-        (1, "second", AttentionLayer(8), "layer 1 has 2 attention layers"),
+        # A gate behind attention, and a projection that is given a part.
+        (1, "change", lambda attended: 2 * attended, "layer 1's self_attn.o_proj does not read"),
+        (1, "change", lambda attended: attended[..., :-1], "self_attn.o_proj does not read"),
+        (1, "second", AttentionLayer(1), "layer 1 has 2 attention layers"),
         (0, "attn.use_direct_call", True, "layer 0"),
     ):
         model = Model()
@@ -430,8 +304,10 @@ def test_a_module_tree_that_is_not_read_as_it_was_trained_on_is_refused() -> Non
         setattr(model.model.layers[layer].self_attn.get_submodule(".".join(parents)), name, value)
         with pytest.raises(EngineError, match=named):
             installed(model)
+    shorter = Model()
+    del shorter.model.layers[2]
     with pytest.raises(EngineError, match="in vLLM: Model has 0 lists of 3 blocks"):
-        installed(Model(layers=2))
+        installed(shorter)
 
 
 class One(nn.Module):
@@ -445,85 +321,53 @@ class Two(nn.Module):
     """Returns hidden states and residual."""
 
     def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return hidden_states, hidden_states if residual is None else hidden_states + residual
 
 
-class Decoder(nn.Module):
-    """As vLLM's: takes embeddings in place of tokens; ``reads`` makes one tensor of two for the
-    norm at its end."""
-
-    def __init__(
-        self, block: type[nn.Module], reads: Any = lambda hidden, residual: hidden + residual
-    ) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(block() for _ in range(GEOMETRY.num_layers))
-        self.two, self.reads = block is Two, reads
-        self.norm = nn.LayerNorm(GEOMETRY.hidden_size)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediate_tensors: Any,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        hidden, residual = inputs_embeds, None
-        assert hidden is not None
-        for layer in self.layers:
-            if self.two:
-                hidden, residual = layer(positions, hidden, residual)
-            else:
-                hidden = layer(positions, hidden)
-        normed: torch.Tensor = self.norm(self.reads(hidden, residual) if self.two else hidden)
-        return normed
-
-
-class Scaling(Decoder):
-    """Does something between its blocks."""
-
-    def forward(
-        self, input_ids: Any, positions: torch.Tensor, inputs_embeds: torch.Tensor
-    ) -> torch.Tensor:  # type: ignore[override]
-        for layer in self.layers:
-            inputs_embeds = 2 * layer(positions, inputs_embeds)
-        return inputs_embeds
-
-
 @pytest.mark.parametrize(
-    ("decoder", "problem"),
+    ("block", "reads", "between", "problem"),
     [
-        (lambda: Decoder(One), ""),
-        (lambda: Decoder(Two), ""),
-        (lambda: Decoder(Two, lambda hidden, residual: hidden), ""),  # as vLLM's Cohere
+        (One, lambda hidden: hidden, (), ""),
+        (Two, added, (), ""),
+        (Two, lambda hidden, residual: hidden, (), ""),  # as vLLM's Cohere
         (
-            lambda: Decoder(Two, lambda hidden, residual: hidden + 2 * residual),
+            Two,
+            lambda hidden, residual: hidden + 2 * residual,
+            (),
             "neither the sum nor the first is read",
         ),
-        (lambda: Scaling(One), "returns neither one tensor nor two that the next is given"),
+        (
+            One,
+            lambda hidden: hidden,
+            (lambda states: 2 * states,),
+            "returns neither one tensor nor two that the next is given",
+        ),
     ],
 )
 def test_the_stream_of_a_family_without_a_row_is_what_the_blocks_hand_on(
-    decoder: Any, problem: str
+    block: type[nn.Module], reads: Any, between: tuple[Any, ...], problem: str
 ) -> None:
     model = nn.Module()
-    model.model = decoder()
+    model.model = Decoder(block, reads, *between)
     unknown = family_of(SimpleNamespace(model_type="new"))
     plan = Plan(GEOMETRY, (Site.RESIDUAL_STREAM,), SLOTS, False)
+    install = partial(attach.install, model, unknown, plan, 0, 1, CPU, torch.float32)
     if problem:
         with pytest.raises(EngineError, match=f"new: a block of vLLM's Module .*{problem}"):
-            attach.install(model, unknown, plan, 0, 1, CPU, torch.float32)
+            install()
         return
-    [readout] = attach.install(model, unknown, plan, 0, 1, CPU, torch.float32).values()
+    [readout] = install().values()
     readout.start(torch.tensor(ONSETS))
     stream = hidden()
     with torch.inference_mode():
         model.model(None, torch.arange(TOKENS), None, stream)
-    for layer, rows in enumerate(readout.activations()):
-        expected = stream + layer + 1
-        if model.model.two:
-            expected = model.model.reads(stream, stream * (layer + 1))
+    for layer, rows in enumerate(readout.activations(), 1):
+        expected = stream + layer if block is One else reads(stream, stream * layer)
         np.testing.assert_allclose(rows, expected[ONSETS], rtol=1e-5)
 
 
@@ -531,9 +375,7 @@ def test_quantized_blocks_are_checked_in_the_dtype_that_the_model_computes_in() 
     def quantized() -> Model:
         model = Model()
         for block in model.model.layers:
-            block.self_attn.v_proj = Quantized(
-                GEOMETRY.hidden_size, GEOMETRY.num_heads * GEOMETRY.head_dim
-            )
+            block.self_attn.v_proj = Quantized(GEOMETRY.hidden_size, WIDTH)
         assert next(model.model.layers[0].self_attn.v_proj.parameters()).dtype is torch.float32
         return model
 

@@ -6,87 +6,56 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from probes_store.records import Applicability
-from service.api.tools_schema import Function, offered
 from service.demo import MODEL_DIR
-from service.engines.base import Engine, EngineGate, EngineOptions, Sampling, Update
+from service.engines.base import Engine, Sampling
 from service.engines.formats import Format
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
-from service.policies.guard import GATE, Policy
+from service.policies.guard import GATE
 from service.readout import Probes, Site
-from service.scoring import RiskReport, Scorer
+from service.scoring import Scorer
 from tests.engines import tiny
-from tests.engines.tool_template import FORCED
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.kit.bundles import write_bundle
-from tests.matching import SMALL_TALK, matching_bundle, matching_draft, with_context
+from tests.matching import SMALL_TALK, contextual_bundle
 from tests.running import until
 
 vllm_or_skip()
 
-from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
-
-import service.engines.vllm.engine as engine_module  # noqa: E402
-from service.engines.vllm.client import parameters_for  # noqa: E402
 from service.engines.vllm.engine import VllmEngine  # noqa: E402
+from tests.engines.vllm.asking import loaded, updates, wait  # noqa: E402
 
 CONTEXT = 128
 PROMPTS = tiny.prompts([1, 30, 7, 90, 30, 126], seed=4)
+OPEN, SHUT = map(tiny.gate, (1.0, 0.0))
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    extra = {"enforce_eager": "true", "max_model_len": str(CONTEXT), "max_num_seqs": "32"}
-    options = EngineOptions(model=str(MODEL_DIR), dtype="float32", max_batch_tokens=32, extra=extra)
-    loaded = VllmEngine.load(options, slots=2, rows=True)
-    yield loaded
-    loaded.close()
-    loaded.close()  # safe to call twice
+    with loaded(MODEL_DIR, CONTEXT, 32, slots=2, rows=True) as engine:
+        yield engine
+    engine.close()  # safe to call twice
     with pytest.raises(EngineError, match="closed"):
-        loaded.score(PROMPTS, [])
+        engine.score(PROMPTS, [])
 
 
 @pytest.fixture(scope="module")
 def reference() -> TransformersEngine:
-    return TransformersEngine.load(EngineOptions(model=str(MODEL_DIR), dtype="float32"))
+    return tiny.load_engine(MODEL_DIR, dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def probes(reference: TransformersEngine) -> list[Probes]:
-    geometry = reference.identity.geometry
-    return [tiny.probes(geometry, site, seed, scaled=True) for seed in (2, 3) for site in Site]
-
-
-def wait(engine: VllmEngine, work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, engine.loop).result(120)
-
-
-def updates(
-    engine: VllmEngine, stream: AsyncGenerator[Update, None], count: int = 1000
-) -> list[Update]:
-    """The first ``count`` updates; then the generator is closed."""
-
-    async def take() -> list[Update]:
-        received = []
-        async with aclosing(stream):
-            async for update in stream:
-                received.append(update)
-                if len(received) == count:
-                    break
-        return received
-
-    return list(wait(engine, take()))
+    return [tiny.probes_of(reference, site, seed, scaled=True) for seed in (2, 3) for site in Site]
 
 
 @pytest.fixture(autouse=True)
@@ -109,26 +78,13 @@ def _nothing_is_left(request: pytest.FixtureRequest, engine: VllmEngine) -> Iter
         return [sample.value for sample in samples]
 
     until(lambda: engine.counters.open_continuations == 0 and not any(running()), 20)
-    geometry = engine.identity.geometry
-    [result] = engine.score(
-        PROMPTS[:1], [tiny.probes(geometry, site, seed) for seed in (20, 21) for site in Site]
-    )
-    assert len(result.trajectories) == 4
+    probes = [tiny.probes_of(engine, site, seed) for seed in (20, 21) for site in Site]
+    assert tiny.logits(engine, PROMPTS[:1], probes).shape[1] == 4
 
 
 def test_the_identity_equals_the_references(engine: Engine, reference: TransformersEngine) -> None:
-    ours, theirs = engine.identity, reference.identity
-    for name in (
-        "model",
-        "fingerprint",
-        "architecture",
-        "model_type",
-        "tokenizer",
-        "chat_template",
-        "geometry",
-    ):
-        assert getattr(ours, name) == getattr(theirs, name), name
-    assert (ours.dtype, ours.max_tokens, engine.max_batch_tokens) == ("float32", CONTEXT, 32)
+    theirs = replace(reference.identity, max_tokens=CONTEXT)
+    assert (engine.identity, engine.max_batch_tokens) == (theirs, 32)
 
 
 def test_scores_are_the_references(
@@ -136,15 +92,8 @@ def test_scores_are_the_references(
 ) -> None:
     results = engine.score(PROMPTS, probes, first_token=True)
     expected = reference.score(PROMPTS, probes, first_token=True)
-    for ours, theirs, prompt in zip(results, expected, PROMPTS, strict=True):
-        assert ours.prompt_tokens == len(prompt)
-        np.testing.assert_allclose(
-            ours.trajectories, theirs.trajectories, rtol=0, atol=1e-4
-        )  # activations are ~10
-        assert ours.first_token is not None
-        assert theirs.first_token is not None
-        assert ours.first_token.token == theirs.first_token.token
-        assert ours.first_token.entropy == pytest.approx(theirs.first_token.entropy, abs=2e-5)
+    for ours, theirs in zip(results, expected, strict=True):  # activations are ~10
+        tiny.check_same(ours, theirs, tokens=True, rtol=0, atol=1e-4, first_atol=2e-5)
     assert engine.score([], probes) == []
     assert engine.score(PROMPTS[:1], probes)[0].first_token is None
 
@@ -185,65 +134,56 @@ def test_generated_and_streamed_answers_are_the_same_and_the_references(
         answer.token_ids for answer in expected_answers
     ]
     for prompt, expected in zip(PROMPTS[1:4], generated, strict=True):
-        received = updates(engine, engine.answer(prompt, probes[:1], sampling=sampling))
-        assert received[0].prefill is not None
-        assert (
-            0 <= received[0].cached_tokens < len(prompt)
-        )  # a block has 128 tokens, as many as the context
-        assert (received[0].queue_s >= 0.0, received[0].prefill_s > 0.0) == (True, True)
-        assert all(update.prefill is None for update in received[1:])
-        assert received[-1].completion == expected
-        assert all(update.completion is None for update in received[:-1])
+        first, *later = received = updates(engine, prompt, probes[:1], sampling=sampling)
+        assert first.prefill is not None
+        # A block has 128 tokens, as many as the context.
+        assert 0 <= first.cached_tokens < len(prompt)
+        assert (first.queue_s >= 0.0, first.prefill_s > 0.0) == (True, True)
+        assert all(update.prefill is None for update in later)
+        completions = [update.completion for update in received]
+        assert completions == [None] * len(later) + [expected]
         assert "".join(update.piece for update in received) == expected.text
         assert sum(update.tokens for update in received) == len(expected.token_ids)
-    [answer] = engine.generate(
-        [PROMPTS[-1]], Sampling(max_tokens=50)
-    )  # it begins where the context ends
+    # It begins where the context ends.
+    [answer] = engine.generate([PROMPTS[-1]], Sampling(max_tokens=50))
     assert (len(answer.token_ids), answer.finish_reason) == (CONTEXT - len(PROMPTS[-1]), "length")
-    *_, last = updates(
-        engine, engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90, until=0.0))
-    )
+    *_, last = updates(engine, PROMPTS[1], probes, sampling=Sampling(max_tokens=90, until=0.0))
     assert last.completion is not None  # it ends at its time as one of full length
     assert last.completion.finish_reason == "length"
     assert 1 < len(last.completion.token_ids) < 90
 
 
+def check_closed(engine: VllmEngine, probes: list[Probes], **options: Any) -> None:
+    """The gate ends a request with its prefill, and nothing is decoded."""
+    before = engine.counters.decode_steps
+    [update] = updates(engine, PROMPTS[1], probes[:1], **options)
+    assert update.prefill is not None
+    assert (update.piece, update.tokens, update.completion) == ("", 0, None)
+    assert engine.counters.decode_steps == before, "tokens were decoded behind a closed gate"
+
+
 def test_a_closed_gate_ends_a_request_at_its_onset_and_an_open_one_changes_nothing(
     engine: VllmEngine, probes: list[Probes]
 ) -> None:
-    before, sampling = engine.counters.decode_steps, Sampling(max_tokens=6)
-    for weight, intercept, threshold in (
-        ((1.0, 0.0, 0.0), 0.0, 0.0),
-        ((0.5, 0.2, 0.1), -99.0, 0.9),
-    ):
-        gate = EngineGate((*weight, 0.0, 0.0, 0.0), intercept, threshold)
-        [update] = updates(
-            engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=gate)
-        )
-        assert update.prefill is not None
-        assert (update.piece, update.tokens, update.completion) == ("", 0, None)
-    assert engine.counters.decode_steps == before, "tokens were decoded behind a closed gate"
-    gate = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
-    received = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=gate))
+    sampling = Sampling(max_tokens=6)
+    for gate in (SHUT, tiny.gate(0.9, (0.5, 0.2, 0.1), -99.0)):
+        check_closed(engine, probes, sampling=sampling, gate=gate)
+    received = updates(engine, PROMPTS[1], probes[:1], sampling=sampling, gate=OPEN)
     assert received[-1].completion == engine.generate([PROMPTS[1]], sampling)[0]
 
 
 def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
     engine: VllmEngine, reference: TransformersEngine, tmp_path: Path
 ) -> None:
-    prompts = PROMPTS[:5]
-    draft = matching_draft(reference, "asking", 0, prompts[:2])
-    bundle = write_bundle(
-        with_context(draft, reference, ("asks",), prompts=prompts[:2]), tmp_path / "asking"
-    )
-    standings = [SMALL_TALK] * len(prompts)
-    expected = Scorer(cast(Any, reference), bundle).score(prompts)
+    def scorer_of(loaded: Any, name: str, applies_from: float) -> Scorer:
+        options = {"names": ("asks",), "applies_from": applies_from}
+        return Scorer(loaded, contextual_bundle(reference, tmp_path, name, **options))
+
+    prompts, standings = PROMPTS[:5], [SMALL_TALK] * 5
+    expected = scorer_of(reference, "half", 0.5).score(prompts)
     low, high = sorted(report.context.asks or 0.0 for report in expected)[2:4]
     assert high - low > 1e-4, "choose other prompts: these are too much alike"
-    applicability = Applicability((low + high) / 2, 0.01, 0.02, "What it means.")
-    assert bundle.manifest.context is not None
-    context = replace(bundle.manifest.context, applicability=applicability)
-    scorer = Scorer(engine, replace(bundle, manifest=replace(bundle.manifest, context=context)))
+    scorer = scorer_of(engine, "between", (low + high) / 2)
     reports = scorer.score_or_continue(prompts, Sampling(max_tokens=2), GATE.at(0.0), standings)
     for ours, theirs in zip(reports, expected, strict=True):
         assert ours.risk == pytest.approx(theirs.risk, abs=1e-4)
@@ -268,10 +208,9 @@ def test_answers_are_held_to_a_schema_beside_others_and_behind_the_gate(
         for temperature in (1.0, 0.0)
     ]
     free = Sampling(max_tokens=6)
-    gate = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
 
     async def last(sampling: Sampling, prompt: int) -> Any:
-        stream = engine.answer(PROMPTS[prompt], probes[:1], sampling=sampling, gate=gate)
+        stream = engine.answer(PROMPTS[prompt], probes[:1], sampling=sampling, gate=OPEN)
         async with aclosing(stream):
             return [update async for update in stream][-1].completion
 
@@ -285,16 +224,7 @@ def test_answers_are_held_to_a_schema_beside_others_and_behind_the_gate(
         text = engine.detokenize(completion.token_ids)
         assert (text in ('"ab"', '"cd"'), completion.finish_reason) == (True, "stop"), completion
     assert other == engine.generate([PROMPTS[1]], free)[0]
-    before = engine.counters.decode_steps
-    closed = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0)
-    [update] = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=held[0], gate=closed))
-    assert (update.prefill is not None, update.piece, update.tokens, update.completion) == (
-        True,
-        "",
-        0,
-        None,
-    )
-    assert engine.counters.decode_steps == before, "tokens were decoded behind a closed gate"
+    check_closed(engine, probes, sampling=held[0], gate=SHUT)
 
 
 def test_a_seeded_answer_is_the_same_in_however_many_parts_its_prompt_was_read(
@@ -311,49 +241,10 @@ def test_a_seeded_answer_is_the_same_in_however_many_parts_its_prompt_was_read(
         )
 
 
-@pytest.mark.parametrize("name", FORCED)
-def test_a_call_is_given_and_an_answer_is_not(
-    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """vLLM is made to write the text; everything else is as the server has it."""
-    (text, is_call), prompt = FORCED[name], PROMPTS[2]
-    scorer = Scorer(engine, matching_bundle(engine, tmp_path))
-    tools = offered([Function(name="find"), Function(name="add")])
-
-    def forcing(sampling: Sampling | None, directive: Any) -> Any:
-        parameters = parameters_for(sampling, directive)
-        parameters.structured_outputs = StructuredOutputsParams(choice=[text])
-        return parameters
-
-    monkeypatch.setattr(engine_module, "parameters_for", forcing)
-
-    async def run(policy: Policy) -> list[tuple[RiskReport, str]]:
-        asked = scorer.run(prompt, policy, Sampling(max_tokens=120), tools=tools)
-        return [(report, update.piece) async for report, update in asked]
-
-    steps = wait(engine, run(GATE.at(0.0)))
-    report, pieces = steps[-1][0], "".join(piece for _, piece in steps)
-    assert (report.tool_call, report.held, report.verdict.flagged) == (is_call, False, True)
-    assert (report.decision, pieces) == (("continue", text) if is_call else ("abstain", ""))
-    assert all(piece == "" for _, piece in steps[:-1])
-    before = engine.counters.decode_steps
-    [(report, piece)] = wait(engine, run(replace(GATE.at(0.0), tools="gate")))
-    assert (report.decision, report.tool_call, piece) == ("abstain", False, "")
-    assert engine.counters.decode_steps == before, "a call was decoded where the policy gates it"
-
-
 def test_a_consumer_that_leaves_ends_the_request(engine: VllmEngine, probes: list[Probes]) -> None:
     for count in (1, 3):
-        assert (
-            len(
-                updates(
-                    engine,
-                    engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90)),
-                    count,
-                )
-            )
-            == count
-        )
+        many = Sampling(max_tokens=90)
+        assert len(updates(engine, PROMPTS[1], probes, sampling=many, count=count)) == count
 
     async def given_up() -> None:
         with suppress(TimeoutError):
@@ -362,18 +253,6 @@ def test_a_consumer_that_leaves_ends_the_request(engine: VllmEngine, probes: lis
                     pass
 
     wait(engine, given_up())
-
-
-def test_more_bundles_than_slots_are_refused_until_one_is_free(
-    engine: VllmEngine, probes: list[Probes]
-) -> None:
-    geometry = engine.identity.geometry
-    third = tiny.probes(geometry, Site.ATTENTION_HEAD, 9)
-    with pytest.raises(EngineError, match="attention_head.*additional-config"):
-        engine.score(PROMPTS[:1], [probes[0], probes[2], third])
-    [onset] = engine.score(PROMPTS[1:2], [third])  # replaces one that is not in use
-    [back] = engine.score(PROMPTS[1:2], [probes[0], probes[2]])
-    assert not np.array_equal(onset.trajectories[0], back.trajectories[0])
 
 
 def test_impossible_requests_are_refused_before_anything_runs(engine: VllmEngine) -> None:
@@ -394,9 +273,7 @@ def test_impossible_requests_are_refused_before_anything_runs(engine: VllmEngine
     with pytest.raises(RequestError, match="max_tokens"):
         engine.generate(PROMPTS[:1], Sampling(max_tokens=0))
     with pytest.raises(RequestError, match="top_p"):
-        updates(engine, engine.answer(PROMPTS[0], [], sampling=Sampling(top_p=0.0)))
-    with pytest.raises(EngineError, match="another model"):
-        engine.score(PROMPTS[:1], [tiny.probes(tiny.shared_engine("llama").identity.geometry)])
+        updates(engine, PROMPTS[0], [], sampling=Sampling(top_p=0.0))
     assert engine.counters.prefills == before
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,16 +39,12 @@ def raised_by(raised: Exception) -> HalluTracerError:
         yield
 
     counted = SimpleNamespace(open_continuations=0)
-    engine = SimpleNamespace(
-        _check_open=lambda: None,
-        counters=counted,
-        _request_numbers=count(),
-        _generate=generate,
-        _adapter=None,
+    engine: Any = Mock(
+        counters=counted, _request_numbers=count(), _generate=generate, _adapter=None
     )
 
     async def ask() -> None:
-        async for _ in VllmEngine._outputs(engine, [1], None):  # type: ignore[arg-type]
+        async for _ in VllmEngine._outputs(engine, [1], None):
             pass
 
     with pytest.raises(HalluTracerError) as error:

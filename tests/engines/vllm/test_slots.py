@@ -7,6 +7,7 @@ import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -77,9 +78,10 @@ async def test_an_unused_slot_is_replaced_and_never_one_in_use() -> None:
     assert await slots.hold([FOURTH]) == [0]
     slots.release([1])
     assert await slots.hold([SECOND]) == [1]
-    slots, _ = made()
+    slots, written = made()
     for probe in (FIRST, SECOND, FIRST):
         slots.release(await slots.hold([probe]))
+    assert written.count == 2
     assert await slots.hold([THIRD]) == [1]  # the least recently used goes first
 
 
@@ -108,16 +110,7 @@ async def test_a_slot_that_another_server_took_is_written_again() -> None:
     [column] = await slots.hold([FIRST])
     assert written.count == 2
     assert slots.digests([column]) != before
-    slots, written = made(slots=3)
-
-    async def use(probe: Probes) -> None:
-        [column] = await slots.hold([probe])
-        await asyncio.sleep(0)
-        assert written.probes[Site.ATTENTION_HEAD, column] is probe
-        slots.release([column])
-
-    await asyncio.gather(*(use(probe) for probe in (FIRST, SECOND, THIRD) * 20))
-    assert written.count == 3
+    slots, _ = made(slots=3)
     with pytest.raises(EngineError, match="context probes.*'slots' of the key 'hallutracer'"):
         await slots.hold(Loaded(3).probes)
     assert await slots.hold(Loaded(2).probes) == [0, 1, 2]
@@ -136,50 +129,28 @@ READS = Plan(GEOMETRY, tuple(Site), 2, False, True)
 ONSET = [0.0] * READS.payload
 
 
-async def leased(slots: Slots, *probes: Probes) -> ProbeLease:
-    """Of a prompt that is read by all but the last, and its answer by that."""
-    *columns, answer = await slots.hold(probes)
-    [digest] = slots.digests([answer])
-    return ProbeLease(Directive(answer=digest), READS, columns, slots, [answer])
+async def leased(slots: Slots, probe: Probes) -> ProbeLease:
+    """Of an answer that is read by this."""
+    columns = await slots.hold([probe])
+    [digest] = slots.digests(columns)
+    return ProbeLease(Directive(answer=digest), READS, [], slots, columns)
 
 
-async def test_an_answer_s_slot_is_kept_until_it_ends_and_the_prompt_s_until_it_was_read() -> None:
-    slots, written = made()
-    lease = await leased(slots, FIRST, SECOND)
-    with pytest.raises(EngineError, match="in use"):
-        await slots.hold([THIRD])
-    lease.prefill(output(ONSET), 3)
-    slots.release(await slots.hold([THIRD]))
-    assert written.probes[Site.ATTENTION_HEAD, 1] is SECOND
-    for _ in range(2):
-        lease.release()
-    held = await slots.hold([FIRST, FOURTH])
-    with pytest.raises(EngineError, match="in use"):
-        await slots.hold([SECOND])
-    assert sorted(held) == [0, 1]
-
-
-async def test_the_mean_is_over_each_token_that_came_whatever_vllm_has_added_to_what() -> None:
+async def test_an_answer_of_which_a_token_was_not_read_ends_with_the_reason() -> None:
+    """What is read of each, and until when its slot is kept: test_answers.py."""
     slots, _ = made()
     lease = await leased(slots, FIRST)
-    assert lease.answer(output(ONSET), 1, first=True) is None
-    assert lease.answer(output(None), 1) is None  # an output without a token
-    reading = lease.answer(output([1.0, -2.0, 0.0]), 2)
-    assert reading is not None
-    assert (reading.tokens, reading.trajectory.tolist()) == (1, [1.0, -2.0])
-    reading = lease.answer(output([2.0, 0.0, 0.0], [6.0, 5.0, 0.0]), 4)
-    assert reading is not None
-    assert (reading.tokens, reading.trajectory.tolist()) == (3, [3.0, 1.0])
-    other = await leased(slots, FIRST)
-    reading = other.answer(output(ONSET, [4.0, 8.0, 0.0]), 2, first=True)
+    reading = lease.answer(output(ONSET, [4.0, 8.0, 0.0]), 2, first=True)
     assert reading is not None
     assert reading.trajectory.tolist() == [4.0, 8.0]
+    again = lease.answer(output(None), 2)  # an output without a token
+    assert again is not None
+    assert again.tokens == reading.tokens == 1
     with pytest.raises(
         EngineError, match="1 of an answer's tokens were read where the model went on from 2"
     ):
-        other.answer(output(None), 3)
-    unread = ProbeLease(Directive(), READS, [], slots)
-    assert unread.answer(output(None), 5) is None
+        lease.answer(output(None), 3)
+    assert ProbeLease(Directive(), READS, [], slots).answer(output(None), 5) is None
 
 
 async def test_an_answer_whose_probe_or_weights_were_replaced_ends_with_the_reason() -> None:
@@ -237,40 +208,31 @@ async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
 ) -> None:
     """While prompts of the old ones wait, and answers where they are read: in vLLM's own server
     where a policy asks."""
-    old = [Loaded(count, answer=answers) for count in fleet]
-    new = [Loaded(3, answer=answers) for _ in fleet]
-    reads = answers and bool(fleet)
-    room = slots_for(cast(Any, old), answers=reads)
+    old, new = (
+        [Loaded(count, answer=answers) for count in counts] for counts in (fleet, [3] * len(fleet))
+    )
+    reads, bundles = answers and bool(fleet), cast(Any, old)
+    without, room = slots_for(bundles), slots_for(bundles, answers=reads)
     assert room >= SLOTS
     slots, _ = made(room)
-    before = await slots.hold([probe for bundle in old for probe in bundle.probes])
-    after = await slots.hold([probe for bundle in new for probe in bundle.probes])
+    before, after = [
+        await slots.hold([probe for bundle in loaded for probe in bundle.probes])
+        for loaded in (old, new)
+    ]
     assert not set(before) & set(after)
-    asked: list[tuple[int, bool]] = []
-    monkeypatch.setattr(
-        VllmEngine, "load", lambda *_, slots, answers, **__: asked.append((slots, answers))
-    )
-    monkeypatch.setattr(library, "refuse_another_model", lambda *_: None)
-    library.load_engine(EngineOptions("model", engine="vllm"), bundles=cast(Any, old))
-    library.load_engine(
-        EngineOptions("model", engine="vllm"), bundles=cast(Any, old), rows=[Site.ATTENTION_HEAD]
-    )
-    assert asked == [
-        (room, reads),
-        (slots_for(cast(Any, old)), False),
-    ]  # for training it reads none
-    if fleet:
-        named = {"a": replace(OBSERVE, recheck=answers)}
-        options: Any = SimpleNamespace(
-            bundles=dict(enumerate(old)), policies=SimpleNamespace(named=named)
-        )
-        for served in (True, False):
-            arguments = SimpleNamespace(worker_cls="auto", additional_config=None)
-            plan = {"sites": ["attention_head"]}
-            front_end.read_by_default(arguments, options, {front_end.GATED: served})
-            own = (
-                {"slots": room, "answers": True}
-                if answers and served
-                else {"slots": slots_for(cast(Any, old))}
-            )
-            assert arguments.additional_config == {KEY: plan | own, front_end.GATED: served}
+    load = Mock()
+    monkeypatch.setattr(VllmEngine, "load", load)
+    monkeypatch.setattr(library, "refuse_another_model", Mock())
+    for rows in ([], [Site.ATTENTION_HEAD]):  # for training it reads none
+        library.load_engine(EngineOptions("model", engine="vllm"), bundles=bundles, rows=rows)
+    asked = [(call.kwargs["slots"], call.kwargs["answers"]) for call in load.call_args_list]
+    assert asked == [(room, reads), (without, False)]
+    policies = SimpleNamespace(named={"a": replace(OBSERVE, recheck=answers)})
+    options: Any = SimpleNamespace(bundles=dict(enumerate(old)), policies=policies)
+    for gated in (True, False) if fleet else ():
+        arguments = SimpleNamespace(worker_cls="auto", additional_config=None)
+        front_end.read_by_default(arguments, options, {front_end.GATED: gated})
+        plan: dict[str, Any] = {"sites": ["attention_head"], "slots": without}
+        if answers and gated:
+            plan |= {"slots": room, "answers": True}
+        assert arguments.additional_config == {KEY: plan, front_end.GATED: gated}

