@@ -15,7 +15,6 @@ import pytest
 from service.data.forms import (
     FORMS,
     WORDINGS,
-    Form,
     chosen,
     families,
     in_forms,
@@ -166,26 +165,6 @@ def test_what_only_a_judge_reads_is_not_stated() -> None:
     assert in_forms(expected, chosen(["few_shot", "passages"])) == []
 
 
-def test_rows_that_do_not_apply_are_no_questions() -> None:
-    poem = {"id": "poem", "prompt": "Write a poem about Land01.", "applies": False}
-    named = {"id": "chat", "messages": turns("And?"), "form": "mine", "answers": ["x"]}
-    asked = in_forms([*made(), poem, named], chosen(["polite"]))
-    assert asked[-2:] == [poem | {"form": "task"}, named]
-
-
-def test_a_form_that_does_not_fit_gives_way() -> None:
-    tried: list[str] = []
-
-    def fits(form: Form, messages: list[dict[str, str]]) -> bool:
-        tried.append(form.name)
-        return form.name == "lone"
-
-    found = in_forms(made(), chosen(["lone", "context_1k", "greeting"]), fits=fits)
-    assert {row["form"] for row in found} == {"lone"}
-    assert {"context_1k", "greeting"} < set(tried)
-    assert in_forms(made(), chosen(["greeting"]), fits=fits) == []
-
-
 def test_forms_and_families_by_name() -> None:
     assert {form.name for form in chosen(["turns", "lone", "turn_own"])} >= {
         "turn_own",
@@ -211,7 +190,7 @@ def test_answers_of_a_run_are_read_or_refused(tmp_path: Path) -> None:
 # Requests that ask for no fact: nearly all different, alone and in the company of questions of
 # fact.
 
-ROWS = task_rows(1500)
+ROWS, WRITTEN = task_rows(1500), written_rows(10_000)
 
 
 def last(row: Row) -> str:
@@ -277,7 +256,7 @@ def test_company_has_its_share() -> None:
 
 
 def test_written_requests_are_each_its_own() -> None:
-    rows = written_rows(10_000)
+    rows = WRITTEN
     texts = [row["group"].removeprefix("task/written/") for row in rows]
     assert all(text in last(row) for text, row in zip(texts, rows, strict=True))
     assert sum(last(row) == text for text, row in zip(texts, rows, strict=True)) / len(rows) > 0.4
@@ -294,20 +273,16 @@ def test_written_requests_are_each_its_own() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["no_fact_prompts.txt", "fact_prompts.txt"])
-def test_what_is_measured_on_is_not_generated(name: str) -> None:
+def test_what_is_measured_on_is_not_generated() -> None:
     def plain(text: str) -> str:
         return text.lower().strip(" .?!") or text
 
-    prompts = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
-    assert len(set(prompts)) == len(prompts) == 80
-    made = {
-        plain(one["content"])
-        for seed in range(3)
-        for row in (*task_rows(3000, seed), *written_rows(10_000))
-        for one in row["messages"]
-    }
-    assert made.isdisjoint(map(plain, prompts))
+    rows = WRITTEN + [row for seed in range(3) for row in task_rows(3000, seed)]
+    made = {plain(one["content"]) for row in rows for one in row["messages"]}
+    for name in ("no_fact_prompts.txt", "fact_prompts.txt"):
+        prompts = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
+        assert len(set(prompts)) == len(prompts) == 80
+        assert made.isdisjoint(map(plain, prompts))
 
 
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:

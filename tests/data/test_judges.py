@@ -46,20 +46,30 @@ def test_normalise(text: str, normal: str) -> None:
     assert judge.normalise(text) == normal
 
 
-ABSTENTIONS = (
-    "I am not sure.",
-    " I'm not sure",
-    "I don't know",
-    "I do not know who",
-    "I'm not certain",
-    "I cannot answer that",
-    "Sorry, I am unable to say",
-    "I have no idea",
-    "I don\u2019t know.",
-    "I\u2019m not sure.",
-    "I do not have that information.",
+ABSTENTIONS = lines(
+    """
+    I am not sure.
+    I'm not sure
+    I don't know
+    I do not know who
+    I'm not certain
+    I cannot answer that
+    Sorry, I am unable to say
+    I have no idea
+    I don\u2019t know.
+    I\u2019m not sure.
+    I do not have that information.
+    """
 )
-ANSWERS = ("It is Paris.", "Surely Rome", "The unknown soldier", "You don't say: Rome", "Idaho")
+ANSWERS = lines(
+    """
+    It is Paris.
+    Surely Rome
+    The unknown soldier
+    You don't say: Rome
+    Idaho
+    """
+)
 
 
 @pytest.mark.parametrize("text", ABSTENTIONS + ANSWERS)
@@ -151,7 +161,27 @@ def test_an_unreachable_endpoint_is_named() -> None:
         server.judge()[0]("q", "a", ["b"])
 
 
-# A judge, what was said, and the only accepted answer.
+BOTH = [judge.parts(["Paris"], ["Euro", "EUR"])]
+CALL = {"name": "area", "arguments": {"base": [3]}, "optional": []}
+AREA = [judge.expectation("calls", calls=[CALL])]
+# Answers of a row that have a name in the tables below; any other cell is the answer itself.
+NAMED = {
+    "BOTH": BOTH,
+    "KITE": ["No, it needs wind", "I have no comment.", judge.incorrect("Yes, it always flies")],
+    "AREA": AREA,
+    "NOT ROME": [judge.incorrect("Rome")],
+    "NO TEXT": [judge.expectation("text", texts=[])],
+    "NO WORDS": [judge.parts(["Paris"], ["?!"])],
+    "NO PATTERN": [judge.parts(["Paris"], ["("])],
+}
+
+
+def accepted(cell: str) -> list[str]:
+    """The answers of a row, with commas between them."""
+    return [answer for part in cell.split(", ") for answer in NAMED.get(part, [part])]
+
+
+# A judge, what was said, and the accepted answers.
 RIGHT = cells(
     r"""
     exact | The Paris. | paris
@@ -165,6 +195,15 @@ RIGHT = cells(
     contains | It is Reykjavík | Reykjavik
     contains | Harareは Zimbabweの首都です。 | Zimbabwe
     contains | 是South Africa的 | South Africa
+    calls | [area(base=3)] | AREA
+    similarity | No, a kite needs some wind. | KITE
+    similarity | I have no comment. | KITE
+    exact | No, it needs wind | KITE
+    contains | No, it needs wind | KITE
+    regex | No, it needs wind | KITE
+    contains | Paris, and the euro. | BOTH
+    contains | They pay in EUR; its capital is Paris. | BOTH
+    regex | paris eur | BOTH
     """
 )
 
@@ -182,82 +221,71 @@ WRONG = cells(
     contains | 是Zimbabwean的 | Zimbabwe
     contains | か | が
     contains | anything | the
+    calls | [area(base=4)] | AREA
+    calls | It cannot be done. | AREA
+    similarity | Yes, it always flies | KITE
+    similarity | Bananas | KITE
+    exact | Yes, it always flies | KITE
+    contains | Yes, it always flies | KITE
+    regex | Yes, it always flies | KITE
+    contains | The capital is Paris. | BOTH
+    contains | It is the euro. | BOTH
+    contains | Parisian euros | BOTH
+    regex | paris | BOTH
     """
-)  # none has an empty answer
+)  # none has an empty answer; Bananas are nearer to neither; an answer must hold each part
 
 
-BOTH = [judge.parts(["Paris"], ["Euro", "EUR"])]
-KITE = ["No, it needs wind", "I have no comment.", judge.incorrect("Yes, it always flies")]
-CALL = {"name": "area", "arguments": {"base": [3]}, "optional": []}
-AREA = [judge.expectation("calls", calls=[CALL])]
-GUINEA = r"^(?:It is|The answer is)?\s*(.*?)\.?$"
+@pytest.mark.parametrize("case", RIGHT + WRONG)
+def test_what_a_judge_sees(case: list[Any]) -> None:
+    name, text, answers = case
+    verdict = judge.make_judge(JudgeOptions(name))("", text, accepted(answers))
+    assert verdict is (case in RIGHT)
 
 
-@pytest.mark.parametrize(
-    ("name", "said", "accepted", "expected"),
-    [
-        ("calls", "[area(base=3)]", AREA, True),
-        ("calls", "[area(base=4)]", AREA, False),
-        ("calls", "It cannot be done.", AREA, False),
-        ("similarity", "No, a kite needs some wind.", KITE, True),
-        ("similarity", "I have no comment.", KITE, True),
-        ("similarity", "Yes, it always flies", KITE, False),
-        ("similarity", "Bananas", KITE, False),  # nearer to neither
-        *(
-            (name, said, KITE, expected)
-            for name in ("exact", "contains", "regex")  # not shown incorrect answers
-            for said, expected in (("No, it needs wind", True), ("Yes, it always flies", False))
-        ),
-        *((name, said, [accepted], True) for name, said, accepted in RIGHT),
-        *((name, said, [accepted], False) for name, said, accepted in WRONG),
-        # An answer must hold each part.
-        ("contains", "Paris, and the euro.", BOTH, True),
-        ("contains", "They pay in EUR; its capital is Paris.", BOTH, True),
-        ("contains", "The capital is Paris.", BOTH, False),
-        ("contains", "It is the euro.", BOTH, False),
-        ("contains", "Parisian euros", BOTH, False),
-        ("regex", "paris eur", BOTH, True),
-        ("regex", "paris", BOTH, False),
-    ],
+# A judge, and the answers of a row.
+USABLE = cells(
+    """
+    exact | Paris
+    calls | AREA
+    similarity | KITE
+    exact | KITE
+    regex | KITE
+    contains | KITE
+    contains | BOTH
+    regex | BOTH
+    """
 )
-def test_what_a_judge_sees(name: JudgeName, said: str, accepted: list[str], expected: bool) -> None:
-    assert judge.make_judge(JudgeOptions(name))("", said, accepted) is expected
-
-
-@pytest.mark.parametrize(
-    ("name", "answers", "said"),
-    [
-        ("exact", ["Paris"], ""),
-        ("calls", AREA, ""),
-        ("similarity", KITE, ""),
-        ("exact", KITE, ""),
-        ("regex", KITE, ""),
-        ("contains", KITE, ""),
-        ("regex", ["("], "not a regular expression"),
-        ("contains", ["?!"], "empty once"),
-        *(
-            (name, AREA, "for the judge 'calls'")
-            for name in ("exact", "contains", "regex", "openai", "similarity")
-        ),
-        ("calls", ["Paris"], "needs one answer"),
-        ("calls", [*AREA, "Paris"], "needs one answer"),
-        ("calls", [judge.expectation("text", texts=[])], "damaged: 'texts'"),
-        ("similarity", ["Paris"], "needs an incorrect answer"),
-        ("exact", [judge.incorrect("Rome")], "an accepted one"),
-        ("similarity", ["...", judge.incorrect("Rome")], "has no word"),
-        ("contains", BOTH, ""),
-        ("regex", BOTH, ""),
-        ("exact", BOTH, "has parts"),
-        ("similarity", BOTH, "has parts"),
-        ("contains", [*BOTH, "Paris"], "only entry"),
-        ("contains", [judge.parts(["Paris"], ["?!"])], "empty once"),
-        ("regex", [judge.parts(["Paris"], ["("])], "not a regular expression"),
-    ],
+UNUSABLE = cells(
+    """
+    regex | ( | not a regular expression
+    contains | ?! | empty once
+    exact | AREA | for the judge 'calls'
+    contains | AREA | for the judge 'calls'
+    regex | AREA | for the judge 'calls'
+    openai | AREA | for the judge 'calls'
+    similarity | AREA | for the judge 'calls'
+    calls | Paris | needs one answer
+    calls | AREA, Paris | needs one answer
+    calls | NO TEXT | damaged: 'texts'
+    similarity | Paris | needs an incorrect answer
+    exact | NOT ROME | an accepted one
+    similarity | ..., NOT ROME | has no word
+    exact | BOTH | has parts
+    similarity | BOTH | has parts
+    contains | BOTH, Paris | only entry
+    contains | NO WORDS | empty once
+    regex | NO PATTERN | not a regular expression
+    """
 )
-def test_what_a_judge_cannot_use(name: JudgeName, answers: list[str], said: str) -> None:
-    problems = judge.answer_problems(JudgeOptions(name), answers)
-    assert bool(problems) == bool(said)
-    assert said in " ".join(problems)
+
+
+@pytest.mark.parametrize("case", USABLE + UNUSABLE)
+def test_what_a_judge_cannot_use(case: list[Any]) -> None:
+    name, answers, *problem = case
+    problems = judge.answer_problems(JudgeOptions(name), accepted(answers))
+    assert bool(problems) == bool(problem)
+    assert all(words in " ".join(problems) for words in problem)
 
 
 def test_the_endpoint_is_asked_for_each_part(endpoint: Any) -> None:
@@ -270,25 +298,10 @@ def test_the_endpoint_is_asked_for_each_part(endpoint: Any) -> None:
     assert ["- EUR" in one for one in asked] == [False, True]
 
 
-def test_parts_there_and_back() -> None:
-    assert judge.parts_of(BOTH) == [["Paris"], ["Euro", "EUR"]]
-    assert judge.split_answers(BOTH) == ([], [])
-    assert judge.parts_of(["Paris"]) is None
-
-
 def test_the_manifest_names_the_measure() -> None:
-    given = (
-        JudgeOptions("similarity"),
-        JudgeOptions("calls"),
-        JudgeOptions("contains"),
-        JudgeOptions("openai", "http://x", "grader"),
-    )
-    assert [one.judged_by for one in given] == [
-        "similarity:rouge-l",
-        "calls:bfcl",
-        "contains",
-        "openai:grader",
-    ]
+    names: tuple[JudgeName, ...] = ("similarity", "calls", "contains", "openai")
+    judged_by = [JudgeOptions(name, "http://x", "grader").judged_by for name in names]
+    assert judged_by == ["similarity:rouge-l", "calls:bfcl", "contains", "openai:grader"]
 
 
 def test_references_there_and_back() -> None:
@@ -298,30 +311,32 @@ def test_references_there_and_back() -> None:
     assert judge.expected(answers[:2]) is None
 
 
-@pytest.mark.parametrize(
-    "plain",
-    [
-        "{",
-        "{}",
-        '{"a": 1}',
-        '{"incorrect": 1}',
-        '{"incorrect": "x", "y": 1}',
-        '{"expect": "rain"}',
-        '["incorrect"]',
-        r"{2,3}\d",
-        '{"expect": ["calls"]}',
-        '{"a":' * 5_000,
-        '{"parts": []}',
-        '{"parts": [["a"]]}',
-        '{"parts": [["a"], []]}',
-        '{"parts": [["a"], ["b"]], "x": 1}',
-        '{"parts": ["a", "b"]}',
-        '{"parts": [["a"], [1]]}',
-    ],
+PLAIN = lines(
+    r"""
+    {
+    {}
+    {"a": 1}
+    {"incorrect": 1}
+    {"incorrect": "x", "y": 1}
+    {"expect": "rain"}
+    ["incorrect"]
+    {2,3}\d
+    {"expect": ["calls"]}
+    {"parts": []}
+    {"parts": [["a"]]}
+    {"parts": [["a"], []]}
+    {"parts": [["a"], ["b"]], "x": 1}
+    {"parts": ["a", "b"]}
+    {"parts": [["a"], [1]]}
+    """
 )
+
+
+@pytest.mark.parametrize("plain", [*PLAIN, '{"a":' * 5_000])
 def test_other_strings_stay_plain_answers(plain: str) -> None:
     assert judge.split_answers([plain]) == ([plain], [])
-    assert judge.expected([plain]) is judge.parts_of([plain]) is None
+    assert judge.expected([plain]) is None
+    assert judge.parts_of([plain]) is None
 
 
 # ROUGE-L against its definition, and the rule over references.
@@ -344,15 +359,8 @@ def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(
 
 
 def test_words_and_the_nearer_reference() -> None:
-    assert judge.words("The 3 D's_are: ＡＢＣ, straße!") == [
-        "the",
-        "3",
-        "d",
-        "s",
-        "are",
-        "abc",
-        "strasse",
-    ]
+    words = " ".join(judge.words("The 3 D's_are: ＡＢＣ, straße!"))
+    assert words == "the 3 d s are abc strasse"
     correct = ["You digest the seeds", "Nothing happens"]
     incorrect = ["You grow watermelons in your stomach"]
     assert judge.margin("nothing happens.", correct, incorrect) == 1.0
@@ -430,22 +438,25 @@ def test_calls_in_what_models_write(texts: tuple[str, ...], expected: list[Call]
         assert parse_calls(text) == expected, text
 
 
-@pytest.mark.parametrize(
-    ("source", "value"),
-    [
-        ("-2.5", -2.5),
-        ("[1, (2, 3)]", [1, [2, 3]]),
-        ("{'a': [true, False]}", {"a": [True, False]}),
-        ("5 / 100", 0.05),
-        ("1 / 0", "1 / 0"),
-        ("speed", "speed"),
-        ("f(x=1)", "f(x=1)"),
-        ("2 ** 9", "2 ** 9"),
-        ("'\\d'", "\\d"),
-    ],
+# What a call is given, and its value as JSON.
+VALUES = cells(
+    r"""
+    -2.5 | -2.5
+    [1, (2, 3)] | [1, [2, 3]]
+    {'a': [true, False]} | {"a": [true, false]}
+    5 / 100 | 0.05
+    1 / 0 | "1 / 0"
+    speed | "speed"
+    f(x=1) | "f(x=1)"
+    2 ** 9 | "2 ** 9"
+    '\d' | "\\d"
+    """
 )
-def test_values_of_arguments(source: str, value: Any) -> None:
-    assert parse_calls(f"g(3, a={source})") == [Call("g", {"0": 3, "a": value})]
+
+
+@pytest.mark.parametrize(("source", "value"), VALUES)
+def test_values_of_arguments(source: str, value: str) -> None:
+    assert parse_calls(f"g(3, a={source})") == [Call("g", {"0": 3, "a": json.loads(value)})]
 
 
 @given(st.text(alphabet="f(a=1,)[]{}\"':; \n<think>/`", max_size=60))
@@ -461,21 +472,26 @@ def wanted(name: str = "area", optional: tuple[str, ...] = (), **arguments: list
     return {"name": name, "arguments": arguments, "optional": list(optional)}
 
 
-@pytest.mark.parametrize(
-    ("name", "pattern", "said", "accepted", "expected"),
-    [
-        ("exact", GUINEA, "It is Guinea.", ["Guinea"], True),
-        ("exact", GUINEA, "Guinea", ["Guinea"], True),
-        ("exact", GUINEA, "It is Equatorial Guinea.", ["Guinea"], False),
-        ("exact", GUINEA, "The answer is Guinea", ["Guinea"], True),
-        ("calls", r"Answer: (.*)", "First I think. Answer: area(base=3)", AREA, True),
-    ],
+PICKED = cells(
+    r"""
+    exact | ^(?:It is|The answer is)?\s*(.*?)\.?$ | It is Guinea. | Guinea
+    exact | ^(?:It is|The answer is)?\s*(.*?)\.?$ | Guinea | Guinea
+    exact | ^(?:It is|The answer is)?\s*(.*?)\.?$ | The answer is Guinea | Guinea
+    calls | Answer: (.*) | First I think. Answer: area(base=3) | AREA
+    """
 )
-def test_a_judge_sees_what_the_pattern_picks(
-    name: JudgeName, pattern: str, said: str, accepted: list[str], expected: bool
-) -> None:
+NOT_PICKED = cells(
+    r"""
+    exact | ^(?:It is|The answer is)?\s*(.*?)\.?$ | It is Equatorial Guinea. | Guinea
+    """
+)
+
+
+@pytest.mark.parametrize("case", PICKED + NOT_PICKED)
+def test_a_judge_sees_what_the_pattern_picks(case: list[Any]) -> None:
+    name, pattern, text, answers = case
     picky = judge.make_judge(JudgeOptions(name, answer_pattern=pattern))
-    assert picky("", said, accepted) is expected
+    assert picky("", text, accepted(answers)) is (case in PICKED)
 
 
 # The value of an argument and those that are accepted, as JSON.

@@ -15,28 +15,30 @@ from tests.fitting.planted import write_rows
 from tests.kit.rows import Rows
 from tests.kit.tables import cells, lines
 
-COUNTRIES = [
-    "France",
-    "Spain",
-    "Italy",
-    "Peru",
-    "Chad",
-    "Nepal",
-    "Kenya",
-    "Japan",
-    "Cuba",
-    "Iran",
-    "Austria",
-    "Australia",
-    "Niger",
-    "Nigeria",
-    "Guinea",
-    "Mali",
-    "Malta",
-    "Fiji",
-    "Laos",
-    "Togo",
-]
+COUNTRIES = lines(
+    """
+    France
+    Spain
+    Italy
+    Peru
+    Chad
+    Nepal
+    Kenya
+    Japan
+    Cuba
+    Iran
+    Austria
+    Australia
+    Niger
+    Nigeria
+    Guinea
+    Mali
+    Malta
+    Fiji
+    Laos
+    Togo
+    """
+)
 OTHERS = [f"What is the capital of {name}?" for name in COUNTRIES] + [
     f"{name} is the capital of which country?"
     for name in ["Berlin", "Avarua", "Rome", "Oslo", "Lima"]
@@ -62,7 +64,7 @@ PARAPHRASES.append("  What   is the capital of France ...")
 
 def alike(*prompts: str) -> list[int]:
     """Numbers of ``prompts`` among OTHERS; the first of OTHERS is the question about France."""
-    return near_duplicates([[text] for text in (*prompts, *OTHERS)]).tolist()
+    return list(near_duplicates([[text] for text in (*prompts, *OTHERS)]).tolist())
 
 
 @pytest.mark.parametrize("text", PARAPHRASES)

@@ -9,7 +9,6 @@ from collections import Counter
 import pytest
 
 from service.data.forms import Row
-from service.data.forms.crossed import held_out_families, training_families
 from service.data.forms.several import FORMS, LONG_ANSWER, TEXTS, no_fact_rows, several_rows
 from service.data.judges import parts_of
 from service.demo.questions import fact_rows
@@ -91,30 +90,12 @@ def test_the_same_arguments_give_the_same_and_forms_follow_their_weights() -> No
     assert shares["go_on"] > shares["both_relations"]
 
 
-def test_a_partner_is_used_once_so_that_no_label_hangs_on_a_fact_of_another_fold() -> None:
-    partners = [row | {"answers": [f"Unique{number}"]} for number, row in enumerate(PARTNERS)]
-    rows = several_rows(ROWS * 3, partners, every=True)
-    used = Counter(
-        answer
-        for row in rows
-        for part in parts_of(row["answers"]) or ()
-        for answer in part
-        if answer.startswith("Unique")
-    )
-    assert used
-    assert set(used.values()) == {1}
-
-
 def test_rows_to_test_with_have_texts_of_their_own(made: list[Row]) -> None:
     for name, texts in TEXTS.items():
         if name.startswith("test_"):
             assert not {str(one) for one in texts} & {
                 str(one) for one in TEXTS[name.removeprefix("test_")]
             }
-    around = TEXTS["around"]
-    assert not {*around["test_fact"], *around["test_any"]} & {
-        one for name, texts in around.items() if not name.startswith("test_") for one in texts
-    }
     held_out = several_rows(ROWS[:60], PARTNERS, test=True, every=True)
     assert len(held_out) > 60
     assert not {text(row) for row in held_out} & {text(row) for row in made}
@@ -123,13 +104,10 @@ def test_rows_to_test_with_have_texts_of_their_own(made: list[Row]) -> None:
     assert followed
     assert not {row["messages"][-1]["content"] for row in followed} & trained
     tasks = [text(row) for row in held_out if row["form"].startswith("inside_")]
-    for name, frames in around.items():
+    for name, frames in TEXTS["around"].items():
         if not name.startswith("test_"):
             starts = tuple(frame.partition("{")[0] for frame in frames)
             assert not [task for task in tasks if task.startswith(starts)]
-    assert {family.name for family in held_out_families()}.isdisjoint(
-        family.name for family in training_families()
-    )
 
 
 def test_requests_for_no_fact_have_no_answer_and_end_in_no_question_of_fact() -> None:

@@ -18,36 +18,41 @@ from service.engines.bridge import wait_for
 from service.engines.thoughts import opens_thought, spoken
 from service.errors import TrainingError
 from service.serving.sampled import ask
-from tests.fitting.planted import PlantedEngine, Quiet, planted_rows
+from tests.fitting.planted import PlantedEngine, planted_rows
 from tests.judging.test_evaluation import SAMPLE
 from tests.kit.hangs import no_hang
 from tests.kit.rows import Options, read_lines
+from tests.kit.tables import lines
 from tests.matching import matching_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
-from tests.trainer.made import run
+from tests.trainer.made import ONE, run, trained_once
 
-WRAPPED = [
-    "<think>{}</think>",
-    "<think>\n{}\n</think>\n\n",
-    "<THINKING>{}</THINKING>",
-    "[THINK]{}[/THINK]",
-    "<seed:think>{}</seed:think>",
-    "<|START_THINKING|>{}<|END_THINKING|>",
-    "<reasoning>{}</reasoning>",
-    "{}</think>",
-    "<think>a <think>b</think> {}</think>",
-    "<|channel>thought\n{}<channel|>",
-    "◁think▷{}◁/think▷",
-    "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>",
-]
-CUT = [
-    "<think>\n{}",
-    "[THINK]{}",
-    "<|channel|>analysis<|message|>{}",
-    "Paris <think>{}",
-    "a</think>b<think>{}",
-]
+WRAPPED = lines(
+    """
+    <think>{}</think>
+    <think>\\n{}\\n</think>\\n\\n
+    <THINKING>{}</THINKING>
+    [THINK]{}[/THINK]
+    <seed:think>{}</seed:think>
+    <|START_THINKING|>{}<|END_THINKING|>
+    <reasoning>{}</reasoning>
+    {}</think>
+    <think>a <think>b</think> {}</think>
+    <|channel>thought\\n{}<channel|>
+    ◁think▷{}◁/think▷
+    <|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>
+    """
+)
+CUT = lines(
+    """
+    <think>\\n{}
+    [THINK]{}
+    <|channel|>analysis<|message|>{}
+    Paris <think>{}
+    a</think>b<think>{}
+    """
+)
 
 
 def verdict(answer: str) -> str:
@@ -96,19 +101,25 @@ def test_an_answer_without_a_thought_is_left_as_it_is(plain: str) -> None:
     assert spoken(plain) == plain
 
 
-@pytest.mark.parametrize(
-    ("ending", "opened"),
-    [
-        ("<think>\n", True),
-        ("<|assistant|>[THINK]", True),
-        ("<think>\n\n</think>\n\n", False),
-        ("<|assistant|>", False),
-        ("what does <think> mean?<|assistant|>", False),
-        ("<|channel|>analysis<|message|>", True),
-    ],
+OPENED = lines(
+    """
+    <think>\\n
+    <|assistant|>[THINK]
+    <|channel|>analysis<|message|>
+    """
 )
-def test_a_template_may_open_the_thought(ending: str, opened: bool) -> None:
-    assert opens_thought(f"a question {ending}") is opened
+NOT_OPENED = lines(
+    """
+    <think>\\n\\n</think>\\n\\n
+    <|assistant|>
+    what does <think> mean?<|assistant|>
+    """
+)
+
+
+@pytest.mark.parametrize("ending", OPENED + NOT_OPENED)
+def test_a_template_may_open_the_thought(ending: str) -> None:
+    assert opens_thought(f"a question {ending}") is (ending in OPENED)
 
 
 class Thinking(PlantedEngine):
@@ -117,63 +128,58 @@ class Thinking(PlantedEngine):
 
     def __init__(self, cut: int, *, opened: bool = False, special: bool = False) -> None:
         super().__init__()
-        self.cut = cut
-        self.opened = opened
-        self.special = special
+        self.cut, self.opened, self.special = cut, opened, special
         if special:
             self.special_tokens = ("[THINK]", "[/THINK]", "</s>")
 
     def generate(self, prompts: Any, sampling: Sampling) -> list[Completion]:
         answers = []
+        opening, closing = ("[THINK]", "[/THINK]") if self.special else ("<think>", "</think>")
         for number, plain in enumerate(super().generate(prompts, sampling)):
-            opening, closing = ("[THINK]", "[/THINK]") if self.special else ("<think>", "</think>")
-            thought = "Paris or Rome? I am not sure."
-            ends = self.cut == 0 or number % self.cut > 0
-            whole = (
-                ("" if self.opened else opening) + thought + (closing + plain.text if ends else "")
-            )
-            shown = whole.replace(opening, "").replace(closing, "") if self.special else whole
-            ids = (*(whole + "</s>").encode(),) if self.special else (1, 2)
-            answers.append(Completion(shown, ids, "stop" if ends else "length"))
+            shown, whole = "Paris or Rome? I am not sure.", "" if self.opened else opening
+            whole += shown
+            if ends := self.cut == 0 or number % self.cut > 0:
+                shown, whole = shown + plain.text, whole + closing + plain.text
+            ids = tuple(f"{whole}</s>".encode()) if self.special else (1, 2)
+            text = shown if self.special else whole
+            answers.append(Completion(text, ids, "stop" if ends else "length"))
         return answers
 
     def spell(self, token_ids: Any) -> str:
-        return super().spell(token_ids) + (
-            "<think>\n" if self.opened and len(token_ids) > 2 else ""
-        )
+        opened = self.opened and len(token_ids) > 2
+        return super().spell(token_ids) + ("<think>\n" if opened else "")
+
+
+GENERATED: Options = ONE | {"labels": "generate"}
+EXACT = GENERATED | {"judge": "exact", "answer_pattern": r"It is (\w+)\.\Z"}
+without_thoughts = trained_once(**EXACT)
 
 
 @pytest.mark.parametrize("how", [{}, {"opened": True}, {"special": True}])
 def test_the_labels_are_those_of_the_answers_alone_and_cut_thoughts_are_counted(
-    tmp_path: Path, how: dict[str, bool]
+    tmp_path: Path, without_thoughts: Bundle, how: dict[str, bool]
 ) -> None:
-    def train(engine: PlantedEngine, **options: Any) -> tuple[Bundle, Quiet]:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        return run(folder, engine, labels="generate", evaluate=False, **options)
-
-    exact = {"judge": "exact", "answer_pattern": r"It is (\w+)\.\Z"}
-    plain, thought = (
-        train(engine, **exact)[0].manifest.training
-        for engine in (PlantedEngine(), Thinking(0, **how))
-    )
+    thoughtful, _ = run(tmp_path / "whole", Thinking(0, **how), **EXACT)
     for count in ("factual", "hallucinated", "left_out"):
-        assert getattr(thought, count) == getattr(plain, count)
-    bundle, console = train(Thinking(4, **how), judge="contains", answer_probes=True)
+        expected = getattr(without_thoughts.manifest.training, count)
+        assert getattr(thoughtful.manifest.training, count) == expected
+    options = GENERATED | {"judge": "contains", "answer_probes": True}
+    bundle, console = run(tmp_path / "cut", Thinking(4, **how), **options)
     why = bundle.evaluation()["data"]["left_out_because"]
     assert why["unfinished thought"] == 60  # every fourth of 240, by batches of 128
     assert sum(why.values()) == bundle.manifest.training.left_out
     assert "60 unfinished thought" in bundle.card()
     assert bundle.answer is None
     for words in ("60 unfinished thought", "begin with a thought"):
-        assert any(words in line for line in console.lines)
-    lines = read_lines(tmp_path / "2/run/train/answers.jsonl")
+        assert words in console.text
+    stored = read_lines(tmp_path / "cut/run/train/answers.jsonl")
     answers = {"", "It is Paris.", "It is Rome.", "I am not sure."}
-    assert {line["answer"] for line in lines} == answers
-    assert all(line["answer"] == "" for line in lines if not line["thought_ends"])
+    assert {line["answer"] for line in stored} == answers
+    assert all(line["answer"] == "" for line in stored if not line["thought_ends"])
 
 
 def test_too_many_thoughts_without_an_end_are_refused_with_the_cure(tmp_path: Path) -> None:
-    options: Options = {"labels": "generate", "judge": "contains", "evaluate": False}
+    options = GENERATED | {"judge": "contains"}
     every = "240 of 240 answers are thoughts that do not end.*--max-new-tokens"
     with pytest.raises(TrainingError, match=every):
         run(tmp_path, Thinking(1), **options)

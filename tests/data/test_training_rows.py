@@ -14,7 +14,6 @@ from service.data.options import TrainingLabels
 from service.data.training_rows import (
     Dataset,
     TrafficFile,
-    check_all_apply,
     check_disjoint,
     read_dataset,
     read_traffic,
@@ -28,6 +27,14 @@ from tests.kit.tables import cells, lines
 
 GOOD: Row = {"prompt": "Where is Lyon?", "label": 1}
 OWN = "sha256:own"
+
+
+# A fine-tuning row ends with the answer.
+[SYSTEM, USER, ANSWER] = turns("Capital of France?", "Paris", system="Be brief.")
+
+
+def chat(*messages: dict[str, str], **more: Any) -> Row:
+    return {"messages": list(messages), "label": 1} | more
 
 
 def enough(count: int = 6) -> Rows:
@@ -80,7 +87,13 @@ BAD_LINES = cells(
     {"prompt": "x"} | 'label' is missing
     {"prompt": "x", "applies": true} | 'label' is missing
     {"prompt": "x", "answers": ["y"]} | generate the labels
-    {"prompt": "x", "label": 2} | 'label' must be "factual" or
+    {"prompt": "x", "label": 2} | 'label' must be "factual" or "hallucinated"
+    {"prompt": "x", "label": -1} | 'label' must be "factual" or "hallucinated"
+    {"prompt": "x", "label": [1]} | 'label' must be "factual" or "hallucinated"
+    {"prompt": "x", "label": null} | 'label' must be "factual" or "hallucinated"
+    {"prompt": "x", "label": "true"} | 'label' must be "factual" or "hallucinated"
+    {"prompt": "x", "label": "right"} | 'label' must be "factual" or "hallucinated"
+    {"prompt": "x", "label": "not hallucinated"} | 'label' must be "factual" or "hallucinated"
     {"prompt": "x", "label": true} | found true
     {"prompt": "x", "label": "1"} | found "1"
     {"prompt": "x", "label": 1.5} | found 1.5
@@ -94,7 +107,15 @@ BAD_LINES = cells(
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"), [*BAD_LINES, (b'{"id": "\xff"}', "not UTF-8 at byte 9")]
+    ("line", "problem"),
+    [
+        *BAD_LINES,
+        (b'{"id": "\xff"}', "not UTF-8 at byte 9"),
+        (
+            json.dumps(chat(USER, ANSWER, answer="Lyon")),
+            "ends with an answer, and 'answer' is another: keep one",
+        ),
+    ],
 )
 def test_one_bad_line(tmp_path: Path, line: str | bytes, problem: str) -> None:
     bad = line if isinstance(line, bytes) else line.encode()
@@ -103,33 +124,35 @@ def test_one_bad_line(tmp_path: Path, line: str | bytes, problem: str) -> None:
     assert problem in told
 
 
+# A field, a line of the file, and what is said of the field.
 BAD_ANSWERS = cells(
     r"""
-    {"prompt": "x", "label": 1} | (there is a 'label'
-    {"prompt": "x", "answers": []} | a non-empty list
-    {"prompt": "x", "answers": " "} | non-empty strings only
-    {"prompt": "x", "answers": ["y", " "]} | non-empty strings only
-    {"prompt": "x", "answers": [3]} | non-empty strings only
-    {"prompt": "x", "answers": ["\ud800"]} | surrogate
+    answers | {"prompt": "x", "label": 1} | (there is a 'label'
+    answers | {"prompt": "x", "answers": []} | a non-empty list
+    answers | {"prompt": "x", "answers": " "} | non-empty strings only
+    answers | {"prompt": "x", "answers": ["y", " "]} | non-empty strings only
+    answers | {"prompt": "x", "answers": [3]} | non-empty strings only
+    answers | {"prompt": "x", "answers": ["\ud800"]} | surrogate
+    answers | {"prompt": "x", "answers": "[\"a\", \"b\"]"} | is a text that looks like a list
+    answers | {"prompt": "x", "answers": "['a', 'b']"} | write it as JSON has it, ["a", "b"]
+    answers | {"prompt": "x", "answers": " [\"a\"] "} | is a text that looks like a list
+    answers | {"prompt": "x", "answers": "[]"} | is a text that looks like a list
+    answer_tokens | {"prompt": "x", "answers": ["y"], "answer_tokens": "64"} | number, found "64"
+    answer_tokens | {"prompt": "x", "answers": ["y"], "answer_tokens": -1} | number, found -1
+    answer_tokens | {"prompt": "x", "answers": ["y"], "answer_tokens": 6.5} | number, found 6.5
+    answer_tokens | {"prompt": "x", "answers": ["y"], "answer_tokens": true} | number, found true
     """
 )
 
 
-@pytest.mark.parametrize(("line", "problem"), BAD_ANSWERS)
-def test_one_bad_line_of_generated_labels(tmp_path: Path, line: str, problem: str) -> None:
+@pytest.mark.parametrize(("field", "line", "problem"), BAD_ANSWERS)
+def test_one_bad_line_of_generated_labels(
+    tmp_path: Path, field: str, line: str, problem: str
+) -> None:
     good = {"prompt": "z", "answers": ["y"]}
     [told] = problems_of(tmp_path, [good, line.encode()], labels="generate")
-    assert told.startswith("line 2: 'answers' ")
+    assert told.startswith(f"line 2: '{field}'")
     assert problem in told
-
-
-@pytest.mark.parametrize("tokens", ["64", -1, 6.5, True])
-def test_the_length_of_an_answer_is_a_whole_number(tmp_path: Path, tokens: Any) -> None:
-    row = {"prompt": "x", "answers": ["y"]}
-    [problem] = problems_of(tmp_path, [row | {"answer_tokens": tokens}, row], labels="generate")
-    shown = json.dumps(tokens)
-    assert problem.startswith("line 1: 'answer_tokens', the tokens that this row's answer may need")
-    assert problem.endswith(f"must be a whole number, found {shown}")
 
 
 def test_rows_that_do_not_apply_count_for_no_class(tmp_path: Path) -> None:
@@ -150,13 +173,6 @@ def test_rows_that_do_not_apply_count_for_no_class(tmp_path: Path) -> None:
     assert problems_of(tmp_path, both) == [
         "line 4: same prompt and group as line 2, but only one of them applies"
     ]
-
-
-def test_a_file_whose_every_row_is_scored_takes_none_that_does_not_apply(tmp_path: Path) -> None:
-    poems = [{"prompt": f"Write poem {number}.", "applies": False} for number in range(2)]
-    with pytest.raises(DataError, match='line 7 and 1 more line: "applies" is false'):
-        check_all_apply(read(tmp_path / "rows.jsonl", [*enough(), *poems]))
-    check_all_apply(read(tmp_path / "rows.jsonl", enough()))
 
 
 def test_all_problems_at_once_in_the_order_of_lines(tmp_path: Path) -> None:
@@ -214,15 +230,6 @@ def test_contradictions_classes_and_groups(tmp_path: Path) -> None:
     assert "no row is hallucinated (label 0)" in problems_of(tmp_path, one_class)[0]
     problems = problems_of(tmp_path, enough(6), folds=5)
     assert (len(problems), "only 3 group(s) have factual" in problems[0]) == (2, True)
-
-
-@pytest.mark.parametrize("content", [b"", b"\n \n", None])
-def test_a_file_that_is_empty_or_missing(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "rows.jsonl"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match="cannot be read" if content is None else "no rows"):
-        read_dataset(path, "given", folds=2)
 
 
 def test_good_rows_keep_metadata_groups_and_prompts(tmp_path: Path) -> None:
@@ -296,10 +303,11 @@ def test_risks_as_score_writes_them_and_prompts(tmp_path: Path) -> None:
     assert (groups[0] == groups[1], len(set(groups))) == (True, 3)  # the same prompt
     assert scored.rows[0].prompt_digest == scored.rows[1].prompt_digest is not None
     assert scored.rows[3].prompt_digest is None
-    prompts = traffic(tmp_path, {"prompt": "Why?"}, {"messages": turns("Why?")})
+    chats = ({"messages": turns("Why?", *answer)} for answer in ((), ("So.",)))
+    prompts = traffic(tmp_path, {"prompt": "Why?"}, *chats)
     assert not prompts.scored
-    assert prompts.rows[0].prompt_digest == prompts.rows[1].prompt_digest
-    assert prompts.rows[1].messages is not None
+    assert len({row.prompt_digest for row in prompts.rows}) == 1
+    assert [row.messages for row in prompts.rows] == [None, turns("Why?"), turns("Why?")]
 
 
 BAD_TRAFFIC = cells(
@@ -328,17 +336,6 @@ def test_problems_of_traffic_are_named_by_line(tmp_path: Path, line: str, proble
 
 
 # fine-tuning rows, which end with the answer
-
-USER = {"role": "user", "content": "Capital of France?"}
-ANSWER = {"role": "assistant", "content": "Paris"}
-[USER, ANSWER] = turns("Capital of France?", "Paris")
-
-
-SYSTEM = {"role": "system", "content": "Be brief."}
-
-
-def chat(*messages: dict[str, str], **more: Any) -> Row:
-    return {"messages": list(messages), "label": 1} | more
 
 
 def test_what_ends_in_the_answer_is_read_before_it_and_the_label_is_the_answers(
@@ -391,18 +388,6 @@ def test_messages_that_ask_nothing_are_refused_by_line(
     assert (done.returncode, "line 1: " in done.stderr) == (1, True)
     for told in (of_training, of_traffic, done.stderr):
         assert problem in told
-
-
-def test_two_answers_of_one_row_are_refused(tmp_path: Path) -> None:
-    [told] = problems_of(tmp_path, [*enough(), chat(USER, ANSWER, answer="Lyon")])
-    assert told.startswith("line 7: ")
-    assert "ends with an answer, and 'answer' is another: keep one" in told
-
-
-def test_traffic_that_ends_in_the_answer_is_the_same_prompt(tmp_path: Path) -> None:
-    rows = traffic(tmp_path, {"messages": [USER, ANSWER]}, {"messages": [USER]}).rows
-    assert [row.messages for row in rows] == [[USER], [USER]]
-    assert rows[0].prompt_digest == rows[1].prompt_digest
 
 
 def test_a_conversation_with_its_answer_is_scored_before_the_answer(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import signal
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,56 +24,67 @@ from tests.scripted_engine import ScriptedEngine
 GEOMETRY = Geometry(num_layers=4, num_heads=3, head_dim=8, hidden_size=20)
 
 
+@cache
+def directions(geometry: Geometry, site: Site) -> NDArray[np.float64]:
+    """A unit vector of each layer and head, [m, width]; zero of head 0."""
+    rng, shape = np.random.default_rng(7), (geometry.heads(site), geometry.dim(site))
+    direction = rng.standard_normal((geometry.num_layers, *shape))
+    direction /= np.linalg.norm(direction, axis=2, keepdims=True)
+    if site is Site.ATTENTION_HEAD:
+        direction[:, 0] = 0.0
+    return direction.reshape(geometry.num_layers, -1)
+
+
 class PlantedEngine(ScriptedEngine):
     """Rows plus ``strength`` x (2 known - 1) along a fixed direction of heads 1 and 2; head 0 is
-    noise."""
+    noise.
 
-    def __init__(self, strength: float = 0.5, geometry: Geometry = GEOMETRY, **kwargs: Any) -> None:
+    It is interrupted at its call number ``stop`` for readouts, counted from 0, and killed at its
+    call number ``kill_at`` for readouts or answers, counted from 1."""
+
+    def __init__(
+        self,
+        strength: float = 0.5,
+        geometry: Geometry = GEOMETRY,
+        stop: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(geometry, **kwargs)
-        self.strength = strength
+        self.strength, self.stop = strength, stop
         self.kill_at: int | None = None
         self.extracts = 0
         self.generates = 0
 
     def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
-        rows = super().activations(prompt, site)
-        geometry = self.identity.geometry
-        rng = np.random.default_rng(7)
-        text = self.detokenize(prompt)
+        text, geometry = self.detokenize(prompt), self.identity.geometry
         sign = 1.0 if "known" in text else -1.0 if "hidden" in text else 0.0
-        for layer in range(geometry.num_layers):
-            direction = rng.standard_normal((geometry.heads(site), geometry.dim(site)))
-            direction /= np.linalg.norm(direction, axis=1, keepdims=True)
-            if site is Site.ATTENTION_HEAD:
-                direction[0] = 0.0
-            rows[layer] = (
-                rows[layer] * (1 + layer) + (sign * self.strength * (1 + layer) * direction).ravel()
-            )
-        return rows
+        louder = np.arange(1, geometry.num_layers + 1, dtype=np.float32)[:, None]
+        planted = sign * self.strength * louder * directions(geometry, site)
+        return (super().activations(prompt, site) * louder + planted).astype(np.float32)
 
     def extract(self, prompts: Any, sites: Any, *others: Any, **read: Any) -> Extraction:
+        if self.extracts == self.stop:
+            raise KeyboardInterrupt
         self.extracts += 1
-        if self.kill_at == self.extracts:
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.killed()
         return super().extract(prompts, sites, *others, **read)
+
+    def killed(self) -> None:
+        """End this process at the call that ``kill_at`` says."""
+        if self.kill_at == self.extracts + self.generates:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def generate(self, prompts: Any, sampling: Sampling) -> list[Completion]:
         """Paris where it is known, every third time otherwise a refusal, else Rome."""
         self.generates += 1
-        if self.kill_at == self.extracts + self.generates:
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.killed()
         answers = []
         for prompt in prompts:
             text = self.detokenize(prompt)
             draw = hashlib.sha256(text.encode()).digest()[0] % 4
-            said = (
-                "It is Paris."
-                if "known" in text
-                else "I am not sure."
-                if draw == 0
-                else "It is Rome."
-            )
-            answers.append(Completion(said, (1, 2), "stop"))
+            unknown = "It is Rome." if draw else "I am not sure."
+            answer = "It is Paris." if "known" in text else unknown
+            answers.append(Completion(answer, (1, 2), "stop"))
         return answers
 
 
@@ -84,6 +96,11 @@ class Quiet:
 
     def print(self, *objects: Any) -> None:
         self.lines.append(" ".join(map(str, objects)))
+
+    @property
+    def text(self) -> str:
+        """All lines."""
+        return "\n".join(self.lines)
 
     def line(self, start: str) -> str:
         """The only line that begins so."""
@@ -99,13 +116,17 @@ def planted_rows(count: int, *, seed: int = 0, shuffled: bool = False, per_group
         known = bool(rng.random() < 0.6)
         label = int(rng.random() < 0.6) if shuffled else int(known)
         word = "known" if known else "hidden"
-        row = {
-            "id": f"r{seed}-{number}",
-            "prompt": f"{seed} {word} city {number} {'x' * int(rng.integers(0, 30))}",
-        }
-        row |= {"label": label, "answers": ["Paris"], "group": f"g{seed}-{number // per_group}"}
-        kind = ["capital", "river", "element"][int(rng.integers(3))]
-        rows.append(row | {"kind": kind, "template": ["a", "b"][number % 2]})
+        rows.append(
+            {
+                "id": f"r{seed}-{number}",
+                "prompt": f"{seed} {word} city {number} {'x' * int(rng.integers(0, 30))}",
+                "label": label,
+                "answers": ["Paris"],
+                "group": f"g{seed}-{number // per_group}",
+                "kind": ["capital", "river", "element"][int(rng.integers(3))],
+                "template": "ab"[number % 2],
+            }
+        )
     return rows
 
 

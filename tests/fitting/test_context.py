@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from sklearn.base import clone
 
 from service.fitting import context
@@ -24,17 +23,15 @@ from service.fitting.estimator import DepthMeanProbe
 from service.fitting.nested_cv import CONTEXT_NAMES, KIND_AND_FORM, NAMES, Inputs, evaluate
 from service.fitting.scores import auroc, ece
 from tests.fitting.made import readouts
+from tests.kit.present import present
 
 PROBE = DepthMeanProbe(0.3, folds=3, seeds=(0,))
 ROWS, LAYERS = 480, 4
 EVERY, LENGTHS = np.arange(ROWS), np.full(ROWS, 50)
 KNOWN, PASSAGE, STATED = 1, 2, 0  # heads where each is planted
-Bools = NDArray[np.bool_]
 
 
-def planted(
-    signs: Mapping[int, NDArray[np.floating]], strength: float = 1.0, dim: int = 8
-) -> NDArray[np.floating]:
+def planted(signs: Mapping[int, np.ndarray], strength: float = 1.0, dim: int = 8) -> np.ndarray:
     """Noise [n, 4, 3, dim], and in each head of ``signs`` a direction of every layer, times the
     row's sign [n]."""
     rng = np.random.default_rng(0)
@@ -46,23 +43,23 @@ def planted(
     return a
 
 
-def halves(share: float, seed: int, count: int = ROWS) -> Bools:
+def halves(share: float, seed: int, count: int = ROWS) -> np.ndarray:
     return np.random.default_rng(seed).random(count) < share
 
 
-def signs(values: Bools) -> NDArray[np.float64]:
+def signs(values: np.ndarray) -> np.ndarray:
     return np.where(values, 1.0, -1.0)
 
 
 def fitted(
-    a: NDArray[np.floating], label: Bools, rows: NDArray[np.int64] | None = None, least: int = LEAST
+    a: np.ndarray, label: np.ndarray, rows: np.ndarray | None = None, least: int = LEAST
 ) -> ContextFit | None:
     every = np.arange(len(label))
     rows = every if rows is None else rows
     return fit_context_probe("passage", readouts(a, label), every // 2, rows, PROBE, least)
 
 
-def served(a: NDArray[np.floating], found: ContextFit) -> NDArray[np.floating]:
+def served(a: np.ndarray, found: ContextFit) -> np.ndarray:
     """What the probe on all of its rows says of every row."""
     chosen = a[:, np.arange(LAYERS), found.probe.head].astype(np.float32)
     return (
@@ -72,8 +69,7 @@ def served(a: NDArray[np.floating], found: ContextFit) -> NDArray[np.floating]:
 
 def test_the_probability_is_calibrated_on_rows_it_learnt_from_and_on_fresh_ones() -> None:
     passage = halves(0.4, 2, 3000)
-    found = fitted(planted({PASSAGE: signs(passage)}, 0.4), passage, np.arange(600))
-    assert found is not None
+    found = present(fitted(planted({PASSAGE: signs(passage)}, 0.4), passage, np.arange(600)))
     assert 0.7 < found.record.auroc < 0.95
     for part in (slice(0, 600), slice(600, None)):
         assert ece(passage[part].astype(np.int64), 1 - found.probability[part]) < 0.07
@@ -86,8 +82,7 @@ def test_rows_that_took_part_have_logits_by_probes_that_never_saw_them() -> None
     a = planted({PASSAGE: np.zeros(ROWS)}, dim=40)  # room to learn rows by heart
     for seed in (3, 4):
         label = halves(0.5, seed).astype(np.int64)
-        found = fit_context_probe("stated", readouts(a, label), EVERY, EVERY, PROBE)
-        assert found is not None
+        found = present(fit_context_probe("stated", readouts(a, label), EVERY, EVERY, PROBE))
         assert auroc(label, served(a, found).mean(axis=1)) > 0.7  # what is avoided
         assert 0.38 < auroc(label, found.logits.mean(axis=1)) < 0.6
         assert found.record.auroc < 0.6
@@ -95,8 +90,7 @@ def test_rows_that_took_part_have_logits_by_probes_that_never_saw_them() -> None
     # Rows that took no part are read by the served probe.
     passage = halves(0.4, 5)
     a = planted({PASSAGE: signs(passage)})
-    found = fitted(a, passage, EVERY[::2])
-    assert found is not None
+    found = present(fitted(a, passage, EVERY[::2]))
     np.testing.assert_allclose(found.logits[1::2], served(a, found)[1::2], rtol=1e-6, atol=1e-6)
     assert not np.allclose(found.logits[::2], served(a, found)[::2], rtol=1e-3)
 
@@ -117,7 +111,7 @@ def test_the_larger_class_is_cut_to_three_rows_for_one() -> None:
     rows, group = np.arange(1000), np.arange(1000) // 2  # pairs, which stay together
     label = (rows % 20 == 0).astype(np.int64)
 
-    def balanced(label: NDArray[np.int64], rows: NDArray[np.int64], seed: int = 7) -> list[int]:
+    def balanced(label: np.ndarray, rows: np.ndarray, seed: int = 7) -> list[int]:
         return list(context._balanced(label, group, rows, seed).tolist())
 
     kept = np.array(balanced(label, rows))
@@ -145,7 +139,7 @@ def test_the_length_is_read_where_passages_differ_in_it(tokens: list[int], told:
     assert not PromptLabels(stated, np.zeros(400, np.bool_), lengths).tells_length
 
 
-def both() -> tuple[NDArray[np.floating], PromptLabels]:
+def both() -> tuple[np.ndarray, PromptLabels]:
     passage = halves(0.6, 6)
     stated = passage & halves(0.5, 7)
     a = planted(
@@ -157,8 +151,7 @@ def both() -> tuple[NDArray[np.floating], PromptLabels]:
 def test_passage_probes_learn_from_their_own_rows_and_give_the_columns() -> None:
     """Which rows and heads those are: tests/trainer/test_context.py, through a whole run."""
     a, labels = both()
-    fits = fit_passage_probes(readouts(a, halves(0.5, 9)), labels, EVERY, EVERY, PROBE)
-    assert fits is not None
+    fits = present(fit_passage_probes(readouts(a, halves(0.5, 9)), labels, EVERY, EVERY, PROBE))
     passage, stated = fits
     assert np.linalg.norm(passage.probe.direction, axis=1) == pytest.approx(1.0)
     assert passage.record.weight > 0
@@ -206,22 +199,12 @@ def test_the_nested_evaluation_reads_the_context_where_rows_have_passages(readin
             assert with_it["brier"]["mean"] < without["brier"]["mean"] - 0.005
 
 
-def test_no_signal_reads_the_context_without_passages_and_every_fold_does_where_all_rows_allow_it(
-    reading: Inputs,
-) -> None:
+def test_every_fold_reads_the_context_where_all_rows_allow_it(reading: Inputs) -> None:
     """With two folds a training side has half of the passages: a run that reads them must have them
-    in every fold."""
-    assert reading.prompts is not None
-    no = np.zeros(ROWS, np.bool_)
-    for prompts in (None, PromptLabels(no, no, LENGTHS)):
-        found = evaluate(replace(reading, prompts=prompts), folds=2, seeds=(0,), probe=PROBE)
-        names = set(NAMES) - {*CONTEXT_NAMES, KIND_AND_FORM}
-        assert set(found.document["signals"]) == set(found.risk) == set(found.tests) == names
-    stated = np.isin(EVERY, np.flatnonzero(reading.prompts.stated)[: LEAST + 5])
-    few = replace(reading.prompts, stated=stated)
-    assert (
-        fit_passage_probes(reading.readouts, few, EVERY, EVERY, clone(PROBE).set_params(folds=2))
-        is not None
-    )
+    in every fold.  Without passages: tests/trainer/test_run.py."""
+    labels = present(reading.prompts)
+    stated = np.isin(EVERY, np.flatnonzero(labels.stated)[: LEAST + 5])
+    few, halved = replace(labels, stated=stated), clone(PROBE).set_params(folds=2)
+    assert fit_passage_probes(reading.readouts, few, EVERY, EVERY, halved) is not None
     found = evaluate(replace(reading, group=EVERY, prompts=few), folds=2, seeds=(0, 1), probe=PROBE)
     assert set(CONTEXT_NAMES) <= set(found.risk)

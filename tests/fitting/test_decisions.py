@@ -11,9 +11,11 @@ from sklearn.metrics import roc_curve
 from service.fitting import decisions
 from tests.fitting.test_scores import labelled
 
+SIX = np.array([1, 1, 0, 1, 0, 0]), np.array([0.1, 0.2, 0.3, 0.6, 0.7, 0.9])
+
 
 def test_known_answers() -> None:
-    label, risk = np.array([1, 1, 0, 1, 0, 0]), np.array([0.1, 0.2, 0.3, 0.6, 0.7, 0.9])
+    label, risk = SIX
     gates = [tuple(decisions.at_threshold(label, risk, cut).values()) for cut in (0.5, 0.1)]
     assert gates == [pytest.approx((0.5, 1 / 3, 1 / 3)), (0.0, 0.0, 1.0)]
     answered, wrong = decisions.coverage_curve(label, risk)
@@ -24,12 +26,8 @@ def test_known_answers() -> None:
     assert decisions.excess_aurc(label, 1.0 - label) == 0.0
     caught = decisions.caught(label, risk, (0.0, 0.2, 1 / 3, 1.0))
     assert caught.tolist() == pytest.approx([2 / 3, 2 / 3, 1.0, 1.0])
-    assert list(decisions.decisions(label, risk)) == [
-        "e_aurc",
-        "caught_at_5",
-        "caught_at_10",
-        "caught_at_20",
-    ]
+    names = "e_aurc caught_at_5 caught_at_10 caught_at_20"
+    assert " ".join(decisions.decisions(label, risk)) == names
 
 
 @pytest.mark.parametrize(
@@ -42,7 +40,7 @@ def test_known_answers() -> None:
     ],
 )
 def test_known_benefits(cost: float, saved: float, by_withholding_all: float) -> None:
-    label, risk = np.array([1, 1, 0, 1, 0, 0]), np.array([0.1, 0.2, 0.3, 0.6, 0.7, 0.9])
+    label, risk = SIX
     for seeds in (risk, np.stack([risk, risk])):
         benefit = decisions.net_benefit(label, seeds, cost)
         assert list(benefit.values()) == pytest.approx([saved, by_withholding_all])

@@ -152,6 +152,11 @@ def test_c_is_the_best_of_the_grid_and_one_without_a_direction_is_out() -> None:
         choose(1e-7, 1e-6)
     assert choose(1e-7, 1e-6, must=False).c == 1e-6
     assert choose(0.1, 1.0, c=0.7) == (0.7, {})
+    rows, label = signal()
+    rows[:, 2] = 3.0  # no C helps
+    for c in list[Any](("auto", 0.3)):
+        with pytest.raises(NoDirection, match="layer 2"):
+            DepthMeanProbe(c, c_grid=(0.1, 0.3), seeds=(0,)).fit(rows, label)
 
 
 def test_the_classifier_is_calibrated_in_raw_units() -> None:

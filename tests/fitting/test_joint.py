@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from service.errors import NoDirection
 from service.fitting.estimator import DepthMeanProbe
@@ -15,9 +14,7 @@ from service.fitting.scores import auroc
 LAYERS = 12
 
 
-def in_wordings(
-    count: int, seed: int, wordings: float
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def in_wordings(count: int, seed: int, wordings: float) -> tuple[np.ndarray, np.ndarray]:
     """Return activations [n, 12 layers, 1 head, 8] and labels: knowledge stands in a column of its
     own, faint at each layer, and the wording, which goes with the label in training alone
     (``wordings``), loudly in another."""

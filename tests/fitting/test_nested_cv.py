@@ -5,22 +5,23 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.base import clone
 from sklearn.model_selection import StratifiedGroupKFold
 
 from service.errors import TrainingError
+from service.fitting import estimator
 from service.fitting.context import PromptLabels
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.folds import OuterFold, group_folds, outer_folds, unchecked_folds
 from service.fitting.nested_cv import (
     CLOSED_BOOK,
-    CONTEXT_NAMES,
     KIND_AND_FORM,
-    NAMES,
     Columns,
     Inputs,
     _without_a_model,
@@ -29,11 +30,11 @@ from service.fitting.nested_cv import (
     nested_cv,
     probe_columns,
 )
-from service.fitting.probes import ActivationArray, Readouts
+from service.fitting.probes import ActivationArray, ProbeFit, Readouts
 from service.fitting.scores import auroc
 from service.readout import Site
 from tests.fitting.made import readouts
-from tests.fitting.test_estimator import PROBE, noise
+from tests.fitting.test_estimator import PROBE, noise, signal
 
 
 def inputs(strength: float, count: int = 300) -> Inputs:
@@ -123,24 +124,6 @@ def test_columns_of_the_nested_classifiers_are_out_of_fold() -> None:
         assert np.all(np.isfinite(of_train))
 
 
-def test_the_nested_evaluation_finds_a_signal_and_none_where_there_is_none() -> None:
-    for strength, low, high in ((0.8, 0.8, 1.0), (0.0, 0.38, 0.6)):
-        found = evaluate(inputs(strength), folds=3, seeds=(0,), probe=PROBE)
-        signals = found.document["signals"]
-        assert tuple(signals) == tuple(name for name in NAMES if name not in CONTEXT_NAMES)
-        assert len(found.document["folds"]) == 3
-        for name in (
-            "depth_mean_unit_norm",
-            "depth_mean_standardized",
-            "depth_mean_joint",
-            "fused_unit_norm",
-        ):
-            assert low <= signals[name]["auroc"]["mean"] <= high
-            assert signals[name]["auroc_within_kind"] is not None
-            assert np.all(np.isfinite(found.risk[name]))
-        assert signals["prompt_length"]["auroc"]["mean"] < 0.6
-
-
 def test_within_kind_and_form_rows_with_a_passage_are_in_no_pair() -> None:
     planted = inputs(0.8)
     rng = np.random.default_rng(6)
@@ -205,3 +188,37 @@ def test_no_fit_of_an_outer_fold_sees_its_test_side(site: Site) -> None:
     assert c == again
     assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
     assert not np.array_equal(before[0], fitted(rows < 60, 1.0)[1][0])
+
+
+@pytest.mark.parametrize(
+    ("site", "heads"),
+    [
+        (Site.ATTENTION_HEAD, [1]),
+        (Site.ATTENTION_HEAD, [0, 1]),
+        (Site.RESIDUAL_STREAM, [0, 1]),
+    ],
+)
+def test_a_layer_may_be_constant_in_one_fold(
+    monkeypatch: pytest.MonkeyPatch, site: Site, heads: list[int]
+) -> None:
+    """Of one of its heads, nobody notices; of all, the fits there have no direction."""
+    kept, fit_probes = list[ProbeFit](), estimator.fit_probes
+
+    def watched(*arguments: Any, **options: Any) -> list[ProbeFit]:
+        fits = fit_probes(*arguments, **options)
+        kept.extend(fits if options.get("retry_larger_c") else ())  # not the choice of C
+        return fits
+
+    monkeypatch.setattr(estimator, "fit_probes", watched)
+    probe = DepthMeanProbe(0.3, folds=3, inner_folds=2, seeds=(0,))
+    (rows, label), plain = signal(240, 2.0), inputs(0.0, 240)
+    [fold, *_] = outer_folds(label, plain.group, folds=3, seeds=(0,))
+    rows[np.ix_(fold.train, [2], heads)] = 3.0
+    data = readouts(rows if site is Site.ATTENTION_HEAD else rows.reshape(240, 3, 60), label, site)
+    whole = clone(probe).fit_readouts(data, plain.group)
+    assert np.linalg.norm(whole.probes_.direction, axis=1) == pytest.approx(1.0)
+    found = evaluate(replace(plain, readouts=data), folds=3, seeds=(0,), probe=probe)
+    assert found.document["signals"]["depth_mean_unit_norm"]["auroc"]["mean"] > 0.75
+    # The cross-fit's fold, and in the nested evaluation its outer fold and that one's inner folds.
+    zeros = sum(not fit.direction.any(axis=1).all() for fit in kept)
+    assert zeros == (0 if heads == [1] else 2 + 2)

@@ -148,31 +148,19 @@ def test_downsampling_uses_as_many_rows_of_each_class() -> None:
 K = 4  # answers of each row
 
 
-def shared() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, labels, soft labels, and the answers [n, K] that these are of; each row has both
-    kinds."""
+def shared(least: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, labels, soft labels, and the answers [n, K] that these are of; each row has ``least``
+    of both kinds."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((150, 6)).astype(np.float32)
-    agree = np.clip(rng.binomial(K, 1 / (1 + np.exp(-2 * x[:, 0]))), 1, K - 1)
+    agree = np.clip(rng.binomial(K, 1 / (1 + np.exp(-2 * x[:, 0]))), least, K - least)
     label = (x[:, 0] > 0).astype(np.int64)
     return x, label, agree / K, (np.arange(K) < agree[:, None]).astype(np.int64)
 
 
-def test_weighted_rows_carry_the_soft_labels() -> None:
-    soft = np.array([0.0, 0.25, 1.0, 0.5])
-    made = probes.weighted_rows(np.array([1, 1, 0, 0]), soft)
-    assert len(made.row) == 6, "rows without doubt stay one row"
-    for row, value in enumerate(soft):
-        mine = made.row == row
-        assert made.weight[mine].sum() == 1
-        assert made.weight[mine & (made.label == 1)].sum() == value
-    hard = probes.weighted_rows(np.array([1, 0]), None)
-    assert [part.tolist() for part in hard] == [[0, 1], [1, 0], [1.0, 1.0]]
-
-
 @pytest.mark.parametrize("site", list(Site))
 def test_a_probe_is_that_of_one_row_for_each_answer(site: Site) -> None:
-    x, label, soft_label, answers = (part[:100] for part in shared())
+    x, label, soft_label, answers = (part[:100] for part in shared(1))
     soft = fit_one(x, label, 0.3, site, soft_label=soft_label)
     # As many rows as answers, and a loss K times as large: C is K times smaller.
     hard = fit_one(np.repeat(x, K, axis=0), answers.ravel(), 0.3 / K, site)
@@ -182,7 +170,8 @@ def test_a_probe_is_that_of_one_row_for_each_answer(site: Site) -> None:
 
 
 def test_the_joint_fit_and_the_classifier_are_those_of_one_row_for_each_answer() -> None:
-    x, label, soft_label, answers = shared()
+    x, label, soft_label, answers = shared(0)
+    assert {0.0, 0.5, 1.0} < set(soft_label), "some rows are of one kind"
     signals = x.astype(np.float64)
     soft = fit_classifier(signals, label, soft_label)
     hard = fit_classifier(np.repeat(signals, K, axis=0), answers.ravel())

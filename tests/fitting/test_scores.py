@@ -23,6 +23,7 @@ from service.fitting.scores import (
     share_interval,
     t_interval,
 )
+from tests.fitting.made import PRIOR, rows
 
 
 def labelled(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -87,19 +88,6 @@ def test_the_average_precision_is_scikit_learns_to_the_bit() -> None:
 # --- intervals ---
 
 
-def draw(rng: np.random.Generator, groups: int, size: int) -> tuple[Index, Index, Floats]:
-    """Label, group and risk; rows of a group share most of their label and of their risk's
-    error."""
-    group = np.repeat(np.arange(groups), size)
-    bad = (rng.random(groups) < 0.5)[group] ^ (rng.random(groups * size) < 0.1)
-    risk = (
-        bad * 1.0
-        + (rng.standard_normal(groups) * 0.9)[group]
-        + rng.standard_normal(groups * size) * 0.5
-    )
-    return 1 - bad.astype(np.int64), group, risk
-
-
 def test_the_summary_has_every_measure_and_needs_both_classes() -> None:
     label, risk = np.array([0, 1, 1, 0]), np.array([0.8, 0.3, 0.4, 0.6])
     summary = measures.summary(label, risk)
@@ -117,11 +105,11 @@ def whole(risk: Floats) -> Tests:
 def test_it_covers_with_forty_groups_and_rows_as_independent_would_not() -> None:
     """The interval is of the AUROC of other groups: 300 data sets of one population."""
     rng = np.random.default_rng(0)
-    label, _, risk = draw(rng, 200_000, 1)
+    risk, label, _ = rows(rng, 200_000, PRIOR)
     truth = risk_auroc(label, risk)
     covered = {"groups": 0, "rows": 0}
     for _ in range(300):
-        label, group, risk = draw(rng, 40, 10)
+        risk, label, group = rows(rng, 40, PRIOR, size=10)
         for unit, groups in (("groups", group), ("rows", np.arange(len(label)))):
             low, high = auroc_interval(label, groups, whole(risk))
             covered[unit] += low <= truth <= high
@@ -183,9 +171,10 @@ def test_equal_scores_are_told_apart_at_the_level_of_the_test() -> None:
     rng = np.random.default_rng(3)
     p_values = []
     for _ in range(300):
-        label, group, one = draw(rng, 40, 5)
+        risk, label, group = rows(rng, 40, 0.5, size=5)
         noise = rng.standard_normal((2, 40))[:, group] + rng.standard_normal((2, 200))
-        p_values.append(gain(label, group, whole(one + noise[0]), whole(one + noise[1])).p_value)
+        one, other = logit(risk) + noise
+        p_values.append(gain(label, group, whole(one), whole(other)).p_value)
     assert 0.02 < np.mean(np.less(p_values, 0.05)) < 0.09
     assert kstest(p_values, "uniform").pvalue > 0.01
 
@@ -221,7 +210,7 @@ def test_the_error_of_a_mean_is_the_textbook_s() -> None:
 
 
 def test_a_gain_over_itself_is_none() -> None:
-    label, group, risk = draw(np.random.default_rng(8), 90, 2)
+    risk, label, group = rows(np.random.default_rng(8), 90, PRIOR, size=2)
     assert gain(label, group, whole(risk), whole(risk)) == (0.0, 0.0, 0.0, 1.0)
 
 

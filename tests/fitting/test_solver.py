@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
 from threadpoolctl import ThreadpoolController, threadpool_info, threadpool_limits
 
 from service.fitting import solver
@@ -46,39 +47,31 @@ class Problem:
     objectives by hand."""
 
     def __init__(self, x: np.ndarray, label: np.ndarray, s: np.ndarray, c: float) -> None:
-        train = x[s > 0].astype(np.float64)
-        self.mean, std = train.mean(0), train.std(0)
-        constant = std <= 1e-9 * np.abs(self.mean)
-        self.z = (x.astype(np.float64) - self.mean) / np.where(constant, np.inf, std)
-        self.std = np.where(constant, 0.0, std)
-        self.label = label
-        self.s = s
-        self.c = c
+        self.scaler = StandardScaler().fit(x[s > 0].astype(np.float64))
+        self.z = self.scaler.transform(x.astype(np.float64))
+        self.label, self.s, self.c = label, s, c
 
     def objective(self, w: np.ndarray, b: float) -> float:
         margin = (2 * self.label - 1) * (self.z @ w + b)
-        return float(
-            self.c * np.sum(self.s * np.logaddexp(0, -margin))
-            + np.abs(w).sum()
-            + INTERCEPT_PENALTY * abs(b)
-        )
+        loss = self.c * np.sum(self.s * np.logaddexp(0, -margin))
+        return float(loss + np.abs(w).sum() + INTERCEPT_PENALTY * abs(b))
 
     def of(self, raw: np.ndarray, intercept: float) -> float:
-        return self.objective(raw * self.std, intercept + float(raw @ self.mean))
+        return self.objective(raw * self.scaler.scale_, intercept + float(raw @ self.scaler.mean_))
 
     def liblinear(self) -> float:
         used, options = self.s > 0, {"intercept_scaling": 100.0, "max_iter": 20_000, "tol": 1e-6}
-        model = LogisticRegression(
-            C=self.c, l1_ratio=1.0, solver="liblinear", random_state=0, **options
-        )
+        model = LogisticRegression(C=self.c, l1_ratio=1.0, solver="liblinear", **options)
         model.fit(self.z[used], self.label[used], sample_weight=self.s[used])
         return self.objective(model.coef_[0], float(model.intercept_[0]))
 
 
 @pytest.mark.parametrize("signal", [0.3, 1.0, 6.0])
 def test_no_objective_is_above_liblinears(signal: float) -> None:
-    """Three heads, five folds, six values of C: 90 problems a signal, up to separable ones."""
+    """Three heads, five folds, six values of C: 90 problems a signal, up to separable ones; the
+    readouts of one head lie far from zero, where what counts is the standardised problem."""
     x, label, weight = heads(count=3, signal=signal)
+    x[0] += 512.0
     found = solve(x, label, weight, PARTITION, C)
     for h, (raw, intercept) in enumerate(zip(*found, strict=True)):
         for p in range(len(C)):
@@ -134,14 +127,6 @@ def test_constant_columns_have_no_weight_and_zero_problems_are_zero() -> None:
     assert np.all(found[0, 2] == 0)
 
 
-def test_a_large_offset_does_not_spoil_a_small_spread() -> None:
-    """Raw readouts may sit far from zero: what counts is the standardised problem."""
-    x, label, weight = heads(count=1, d=6)
-    raw, intercept = solve(x + 512.0, label, weight[:1], np.array([0]), np.array([0.3]))
-    problem = Problem((x + 512.0)[0], label, weight[0], 0.3)
-    assert problem.of(raw[0, 0], intercept[0, 0]) <= problem.liblinear() * (1 + 2 * GAP)
-
-
 def test_fits_run_on_one_thread_and_the_libraries_are_looked_for_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -174,19 +159,6 @@ def quadratics(seed: int, problems: int = 5, size: int = 7) -> tuple[np.ndarray,
         rng.standard_normal((problems, size)),
         rng.uniform(0.1, 1.0, (problems, 1)) * np.ones(size),
     )
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000))
-def test_the_minimiser_of_a_quadratic_meets_the_optimality_conditions(seed: int) -> None:
-    metric, partition, start, gradient, penalty = quadratics(seed)
-    found, given_slope = descend(metric, partition, start, gradient, penalty, 2_000, 1e-14)
-    slope = gradient + np.einsum("pij,pj->pi", metric[partition], found - start)
-    scale = 3e-4 * (1 + np.abs(metric).max())  # float32 sums
-    np.testing.assert_allclose(given_slope, slope, atol=scale)
-    zero = found == 0
-    assert np.all(np.abs(slope[zero]) <= penalty[zero] + scale)
-    np.testing.assert_allclose(slope[~zero], -np.sign(found[~zero]) * penalty[~zero], atol=scale)
 
 
 def test_descent_keeps_a_coordinate_without_curvature_and_stops_where_a_sweep_gains_little() -> (

@@ -20,6 +20,7 @@ from service.fitting.uncertainty import (
 )
 from service.judging.uncertainty import distance
 from tests.fitting.made import labelled_inputs, readouts
+from tests.kit.present import present
 
 LAYERS = 20
 OTHER = 4.0  # shift of prompts that do not apply
@@ -108,20 +109,6 @@ def test_prompts_without_a_label_belong_to_training() -> None:
     assert (alone.rows, both.rows, both.share) == (600, 800, OUTSIDE_SHARE)
 
 
-def test_the_share_outside_holds_over_all_prompts_of_training() -> None:
-    found = []
-    for seed in range(8):
-        rng = np.random.default_rng(100 + seed)
-        _, both = with_others(rng, 300, 100)
-        found.append(
-            outside(
-                both,
-                np.concatenate([trajectories(rng, 3000), trajectories(rng, 1000, shift=OTHER)]),
-            )
-        )
-    assert 0.5 * OUTSIDE_SHARE < np.mean(found) < 1.5 * OUTSIDE_SHARE
-
-
 def test_a_group_of_others_is_compared_with_a_reference_that_lacks_all_of_it() -> None:
     """Copies in one group would otherwise vouch for each other, and move the cutoff to where they
     lie."""
@@ -144,8 +131,9 @@ def test_the_half_width_is_that_of_another_training() -> None:
     # Of fits that lack one fold of five each, where fits on other rows have that deviation in log
     # odds.
     risks = 1 / (1 + np.exp(z + rng.normal(size=(3, 6000)) * deviation / 2))
-    interval = fit_interval(risks, TrajectoryReference(np.zeros(1), np.eye(1), away[None]), 5)
-    assert interval is not None
+    interval = present(
+        fit_interval(risks, TrajectoryReference(np.zeros(1), np.eye(1), away[None]), 5)
+    )
     assert interval.fits == 15
 
     def half(log_odds: np.ndarray) -> np.ndarray:
@@ -160,8 +148,7 @@ def test_one_seed_has_no_interval_and_fits_that_agree_or_say_0_and_1_have_finite
     made = TrajectoryReference(np.zeros(1), np.eye(1), np.full((1, 50), 0.5))
     assert fit_interval(np.full((1, 50), 0.3), made, 5) is None
     for risks in (np.full((2, 50), 0.3), np.tile([0.0, 1.0], (2, 25))):
-        found = fit_interval(risks, made, 5)
-        assert found is not None
+        found = present(fit_interval(risks, made, 5))
         assert np.isfinite(found.half_width(0.0, 1.0))
 
 
@@ -198,16 +185,13 @@ def trained(
     x: np.ndarray, label: np.ndarray, fresh: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The trainer's whole way: log odds, distances and half widths of the fresh prompts."""
-    group, count = np.arange(N), N + len(fresh)
+    group = np.arange(N)
     inputs = replace(labelled_inputs(label, group), readouts=readouts(x, label))
     risk = evaluate(inputs, folds=FOLDS, seeds=SEEDS, probe=PROBE).risk["depth_mean_unit_norm"]
-    every = readouts(np.concatenate([x, fresh]), np.r_[label, np.zeros(len(fresh))])
-    probe = clone(PROBE).fit_readouts(every, np.arange(count), group, np.arange(N, count))
-    probe.fit_risk(label)
+    probe = clone(PROBE).fit(x, label, groups=group)
     made = fit_reference(probe.out_of_fold_, label, group, FOLDS, SEEDS)
-    interval = fit_interval(risk, made, FOLDS)
-    assert interval is not None
-    logits, classifier = probe.scaled_["unit_norm"].trajectory, probe.classifier_
+    interval = present(fit_interval(risk, made, FOLDS))
+    logits, classifier = probe.trajectory(fresh), probe.classifier_
     z = logits.mean(axis=1) * classifier.weight[0] + classifier.intercept
     away = distance(logits, made.mean, made.whitening)
     half = map(interval.half_width, z.tolist(), away.tolist())

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 ITALY, SOLOMON = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 QUIET: dict[str, Any] = {"report": lambda line: None}
+QUICK: dict[str, Any] = QUIET | {"evaluate": False, "folds": 3, "seeds": (0,), "c": 0.1, "jobs": 1}
 
 
 def labelled(every: int) -> list[dict[str, Any]]:
@@ -78,44 +79,24 @@ def test_a_probe_of_extracted_arrays_is_the_one_that_train_fits(tmp_path: Path, 
     and so one digest."""
     rows = labelled(25)
     fit: dict[str, Any] = {"folds": 3, "seeds": (0,), "logit_scale": "standardized"}
-    publish: dict[str, Any] = {
+    publish = QUIET | {
         "store": tmp_path,
+        "run_dir": tmp_path / "run",
+        "jobs": 1,
         "evaluate": False,
         "allow_no_signal": True,
-        **QUIET,
     }
-    trained = ht.train(
-        rows,
-        "probe",
-        "demo",
-        run_dir=tmp_path / "run",
-        readout=site,
-        c=0.1,
-        jobs=1,
-        **fit,
-        **publish,
-    )
+    trained = ht.train(rows, "probe", "demo", readout=site, c=0.1, **fit, **publish)
     x = ht.extract([row["prompt"] for row in rows], "demo", site=site, **QUIET)
     y, groups = [row["label"] for row in rows], [row["group"] for row in rows]
     probe = ht.DepthMeanProbe(0.1, **fit).fit(x, y, groups=groups)
-    tensors, classifier = trained.bundle.probes, trained.bundle.manifest.classifier
-    assert probe.probes_.head.tolist() == tensors.head.tolist()
-    assert np.array_equal(probe.probes_.direction.astype(np.float32), tensors.direction)
-    assert np.array_equal(probe.scale_.astype(np.float32), tensors.scale)
-    assert (tuple(probe.classifier_.weight), probe.classifier_.intercept) == (
-        classifier.weight,
-        classifier.intercept,
-    )
-    published = ht.publish(
-        probe, rows, "probe", "demo", run_dir=tmp_path / "run", jobs=1, **publish
-    )
+    published = ht.publish(probe, rows, "probe", "demo", **publish)
     assert published.bundle.manifest.digest == trained.bundle.manifest.digest
     for changed in (x[::-1].copy(), x[:100]):
-        other = ht.DepthMeanProbe(0.1, **fit).fit(
-            changed, y[: len(changed)], groups=groups[: len(changed)]
-        )
+        count = len(changed)
+        other = ht.DepthMeanProbe(0.1, **fit).fit(changed, y[:count], groups=groups[:count])
         with pytest.raises(ht.HalluTracerError, match="other activations") as caught:
-            ht.publish(other, rows, "probe", "demo", run_dir=tmp_path / "run", jobs=1, **publish)
+            ht.publish(other, rows, "probe", "demo", **publish)
         assert getattr(caught.value, "param", None) == "probe"
 
 
@@ -245,34 +226,13 @@ def test_how_a_model_cannot_be_loaded_is_told_before_it_is(
     assert caught.value.param == field
 
 
-def test_an_option_of_training_that_is_none_is_told_which_there_are(tmp_path: Path) -> None:
-    folders: dict[str, Any] = {"store": tmp_path, "run_dir": tmp_path / "run", **QUIET}
-    for options, said in (
-        ({"readout": "residual"}, "'attention_head' or 'residual_stream', not 'residual'"),
-        ({"labels": "model"}, "'given', 'generate' or 'self', not 'model'"),
-        ({"class_balance": "x"}, "class_balance"),
-    ):
-        with pytest.raises(ht.HalluTracerError, match=said):
-            ht.train([{"prompt": "a", "label": 1}], "mine", "demo", **options, **folders)
-
-
 def test_a_finished_run_does_not_block_the_next_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "load_engine", lambda *_, **__: PlantedEngine())
-    options: dict[str, Any] = {
-        "store": "store",
-        "evaluate": False,
-        "folds": 3,
-        "seeds": (0,),
-        "c": 0.1,
-        "jobs": 1,
-    }
     made = [
-        ht.train(
-            planted_rows(120, seed=seed), "mine", "demo", allow_no_signal=True, **options, **QUIET
-        )
+        ht.train(planted_rows(120, seed=seed), "mine", "demo", store="store", **QUICK)
         for seed in (1, 2, 1)
     ]
     assert [(one.reference, str(one.run_dir)) for one in made] == [
@@ -294,24 +254,16 @@ def test_template_arguments_of_training_are_the_engines_and_the_bundles(
         return engine
 
     monkeypatch.setattr(training, "load_engine", load)
-    options: dict[str, Any] = {
-        "evaluate": False,
-        "folds": 3,
-        "seeds": (0,),
-        "c": 0.1,
-        "jobs": 1,
-        "keep_sample": False,
-    }
-    folders: dict[str, Any] = {"store": tmp_path / "store", "run_dir": tmp_path / "run", **QUIET}
+    options = QUICK | {"keep_sample": False, "store": tmp_path, "run_dir": tmp_path / "run"}
     rows = planted_rows(120, seed=1)
-    made = ht.train(rows, "mine", "demo", chat_template_kwargs=given, **options, **folders)
+    made = ht.train(rows, "mine", "demo", chat_template_kwargs=given, **options)
     assert made.bundle.manifest.chat_template.arguments == {"enable_thinking": False}
     assert 'the chat template given `{"enable_thinking": false}`' in made.card
     arguments = [options.template_arguments for options in served_options(made.bundle, monkeypatch)]
     assert arguments == [{"enable_thinking": False}] * 2
     for wrong in ("{", "[]", '{"messages": "x"}', '{"a": null}', {"a": [1]}):
         with pytest.raises(ht.HalluTracerError, match="chat_template_kwargs"):
-            ht.train(rows, "mine", "demo", chat_template_kwargs=wrong, **options, **folders)
+            ht.train(rows, "mine", "demo", chat_template_kwargs=wrong, **options)
 
 
 def served_options(bundle: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -319,11 +271,9 @@ def served_options(bundle: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked = list[Any]()
     for function in ("_transformers", "_vllm"):
         monkeypatch.setattr(library_engine, function, lambda options, *_: asked.append(options))
-    names: tuple[EngineName, ...] = ("transformers", "vllm")
-    for name in names:
-        library_engine.load_engine(
-            EngineOptions("model", engine=name), bundles=[bundle], checked=True
-        )
+    for name in get_args(EngineName):
+        options = EngineOptions("model", engine=name)
+        library_engine.load_engine(options, bundles=[bundle], checked=True)
     return asked
 
 
@@ -336,32 +286,11 @@ def test_training_is_that_of_the_command_line(tmp_path: Path) -> None:
     trained = ht.train(
         rows, "mine", "demo", store=tmp_path / "a", run_dir=tmp_path / "run", **options, **QUIET
     )
-    arguments = (
-        "--seeds",
-        "1",
-        "--folds",
-        "3",
-        "--c",
-        "0.1",
-        "--jobs",
-        "1",
-        "--store",
-        str(tmp_path / "b"),
-    )
-    done = hallutracer(
-        "train",
-        "--data",
-        str(tmp_path / "run" / "rows.jsonl"),
-        "--name",
-        "mine",
-        "--model",
-        "demo",
-        "--run-dir",
-        str(tmp_path / "run-b"),
-        *arguments,
-    )
+    data, store = tmp_path / "run" / "rows.jsonl", tmp_path / "b"
+    train = f"train --data {data} --name mine --model demo --run-dir {tmp_path / 'run-b'}"
+    done = hallutracer(*f"{train} --seeds 1 --folds 3 --c 0.1 --jobs 1 --store {store}".split())
     assert done.returncode == 0, done.stderr
-    bundle = Store(tmp_path / "b").load("mine")
+    bundle = Store(store).load("mine")
     assert bundle.manifest.digest == trained.bundle.manifest.digest
     assert (done.stdout + done.stderr).count(bundle.manifest.digest) == 1
     own = trained.own
@@ -370,7 +299,7 @@ def test_training_is_that_of_the_command_line(tmp_path: Path) -> None:
     assert f"{own.auroc:.3f} [{own.low:.3f}, {own.high:.3f}] | {own.ece:.3f} |" in done.stderr
     assert "| best single head " in done.stderr
     after = done.stderr.partition("published mine:1")[2]
-    assert f"hallutracer bundle show mine --store {tmp_path / 'b'}" in after.partition("next:")[2]
+    assert f"hallutracer bundle show mine --store {store}" in after.partition("next:")[2]
     assert (
         repr(trained) == f"<Trained: mine:1, AUROC {own.auroc:.3f} [{own.low:.3f}, {own.high:.3f}];"
         f" {trained.folder}>"
@@ -387,15 +316,8 @@ def test_forms_are_written_as_on_the_command_line_or_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forms: Any, wanted: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(training, "run_training", lambda options, *_, **__: options)
-    given: Any = ht.train(
-        [{"prompt": "a", "answers": ["x"]}],
-        "some",
-        "demo",
-        run_dir=tmp_path,
-        labels="generate",
-        forms=forms,
-        **QUIET,
-    )
+    options: dict[str, Any] = {"labels": "generate", "run_dir": tmp_path, "forms": forms, **QUIET}
+    given: Any = ht.train([{"prompt": "a", "answers": ["x"]}], "some", "demo", **options)
     given.check()
     assert given.wanted_forms == wanted
 
@@ -410,6 +332,9 @@ def test_what_is_wrong_with_training_is_said_before_a_model_is_loaded(tmp_path: 
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"folds": 1}, "folds: must be >= 2"),
         ({"c": "auto"}, "c: .*number"),
+        ({"readout": "residual"}, "'attention_head' or 'residual_stream', not 'residual'"),
+        ({"labels": "model"}, "'given', 'generate' or 'self', not 'model'"),
+        ({"class_balance": "x"}, "class_balance"),
     ]
     for options, said in wrong:
         with pytest.raises(ht.HalluTracerError, match=said) as caught:
@@ -464,7 +389,7 @@ def test_what_is_public_has_examples() -> None:
 )
 def test_examples_run(test: doctest.DocTest) -> None:
     said: list[str] = []
-    doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(
-        test, out=said.append, clear_globs=False
-    )
+    # Else it would be as talkative as ``pytest -v``.
+    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    runner.run(test, out=said.append, clear_globs=False)
     assert not said, "".join(said)

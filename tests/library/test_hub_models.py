@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from huggingface_hub import constants, hf_api
 from safetensors.torch import load_file, save
 
 import hallutracer as ht
-from probes_store.bundle import BundleDraft
 from probes_store.errors import WrongModel, WrongRevision
 from probes_store.store import Store
 from service.api.app import create_app
@@ -31,7 +30,8 @@ from service.library.engine import load_engine
 from service.scoring import Scorer
 from service.serving.service import Service
 from service.settings import ServiceSettings
-from tests.command_line import hallutracer
+from service.trainer.new_rows import draft_of
+from tests.command_line import ended, hallutracer
 from tests.engines import test_gguf
 from tests.fitting.planted import write_rows
 from tests.kit.hub_stand_in import Hub, hub_stand_in
@@ -41,6 +41,7 @@ from tests.serve_process import ServeProcess
 NAME, SHARDED = "acme/tiny", "acme/sharded"
 QUIET: dict[str, Any] = {"report": lambda line: None}
 QUESTION = "What is the capital of Italy?"
+USER, BRIEF = {"role": "user", "content": QUESTION}, {"role": "system", "content": "Be brief."}
 
 
 def sharded() -> dict[str, bytes]:
@@ -103,40 +104,17 @@ def trained(store: Path, model: str, name: str) -> str:
     printed."""
     rows = [
         {"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
-        for row in questions("train")[::30]
+        for row in questions("train")[::60]
     ]
     data = write_rows(store.parent / f"{store.name}-{name}.jsonl", rows)
     fast = (
-        "--forms",
-        "none",
-        "--seeds",
-        "1",
-        "--folds",
-        "2",
-        "--c",
-        "0.03",
-        "--no-evaluate",
-        "--no-sample",
-        "--allow-no-signal",
-        "--no-answer-probes",
-        "--readout",
-        "residual_stream",
+        "--forms none --seeds 1 --folds 2 --c 0.03 --no-evaluate --no-sample --allow-no-signal"
+        " --no-answer-probes --readout residual_stream"
     )
-    done = hallutracer(
-        "train",
-        "--model",
-        model,
-        "--data",
-        str(data),
-        "--name",
-        name,
-        "--store",
-        str(store),
-        "--run-dir",
-        str(store.parent / f"{store.name}-run-{name}"),
-        *fast,
-    )
-    assert done.returncode == 0, done.stderr
+    folders = f"--store {store} --run-dir {store.parent / f'{store.name}-run-{name}'}"
+    command = f"train --model {model} --data {data} --name {name} {folders} {fast}"
+    done = hallutracer(*command.split())
+    ended(done, 0)
     return done.stdout + done.stderr
 
 
@@ -146,11 +124,9 @@ def printed(store: Path) -> str:
 
 
 def score(store: Path, model: str, bundle: str = "hub") -> float:
-    done = hallutracer(
-        "score", QUESTION, "--model", model, "--bundle", bundle, "--store", str(store), "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    return float(json.loads(done.stdout)["data"][0]["risk"])
+    options = f"--model {model} --bundle {bundle} --store {store} --json"
+    printed = ended(hallutracer("score", QUESTION, *options.split()), 0)
+    return float(json.loads(printed)["data"][0]["risk"])
 
 
 @contextmanager
@@ -166,19 +142,13 @@ def serving(store: Path, model: str, bundle: str) -> Iterator[TestClient]:
         yield client
 
 
-def asked_in_each_protocol(client: TestClient, risk: float) -> None:
-    """A risk, an answer to text, an answer to messages, and a streamed one."""
+def answers(client: TestClient, risk: float) -> None:
+    """It has this risk of the question, and an answer to it."""
     scored = client.post("/score", json={"prompt": QUESTION})
     assert scored.json()["data"][0]["risk"] == pytest.approx(risk, abs=1e-6), scored.text
-    short = {"model": "x", "max_tokens": 2}
-    text = client.post("/v1/completions", json=short | {"prompt": QUESTION})
-    assert text.status_code == 200, text.text
-    messages = short | {"messages": [{"role": "user", "content": QUESTION}]}
-    chat = client.post("/v1/chat/completions", json=messages)
+    body = {"model": "x", "max_tokens": 2, "messages": [USER]}
+    chat = client.post("/v1/chat/completions", json=body)
     assert (chat.status_code, chat.json()["usage"]["completion_tokens"]) == (200, 2), chat.text
-    streamed = client.post("/v1/chat/completions", json=messages | {"stream": True}).text
-    assert streamed.rstrip().endswith("data: [DONE]"), streamed
-    assert '"error"' not in streamed
 
 
 def refuses_alone(client: TestClient, messages: list[dict[str, str]], why: str) -> None:
@@ -199,27 +169,12 @@ def test_what_train_prints_next_is_what_works(hub: Hub, store: Path, printed: st
     with ht.load(NAME, bundle="hub", store=store, **QUIET) as detector:
         assert detector.score([QUESTION])[0].risk == pytest.approx(risk, abs=1e-6)
     verified = hallutracer("bundle", "verify", "hub", "--model", NAME, "--store", str(store))
-    assert (verified.returncode, "golden prompts gave the recorded risks" in verified.stdout) == (
-        0,
-        True,
-    )
-    for more in ((), ("--load",)):
-        done = hallutracer(
-            "doctor",
-            "--model",
-            NAME,
-            "--bundle",
-            "hub",
-            "--store",
-            str(store),
-            "--port",
-            "0",
-            *more,
-        )
-        assert "was trained on this model, tokenizer and chat template" in done.stdout
-        assert not [
-            line for line in done.stdout.splitlines() if line.startswith("fail") and "model" in line
-        ]
+    ended(verified, 0, "golden prompts gave the recorded risks")
+    for more in ("", "--load"):
+        doctor = f"doctor --model {NAME} --bundle hub --store {store} --port 0 {more}"
+        report = hallutracer(*doctor.split()).stdout
+        assert "was trained on this model, tokenizer and chat template" in report
+        assert not [line for line in report.splitlines() if line[:4] == "fail" and "model" in line]
     assert score(store, str(MODEL_DIR)) == pytest.approx(
         risk, abs=1e-6
     )  # the same weights in a folder
@@ -238,18 +193,8 @@ def test_it_is_served_by_its_name_also_offline(hub: Hub, store: Path, printed: s
         answer = httpx.post(f"{service.url}/score", json={"prompt": QUESTION}, timeout=60).json()
     assert answer["data"][0]["risk"] == pytest.approx(score(store, NAME), abs=1e-6)
     assert answer["model"] == NAME
-    assert not [
-        one for one in hub.requests[asked:] if "/resolve/" in one and "HEAD" not in one
-    ]  # by ``score`` alone
-
-
-def test_the_cached_snapshot_is_enough_without_a_hub(
-    store: Path, printed: str, again: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    risk = score(store, NAME)
-    places.reachable.cache_clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert score(store, NAME) == pytest.approx(risk, abs=1e-6)
+    downloads = (one for one in hub.requests[asked:] if "/resolve/" in one and "HEAD" not in one)
+    assert not list(downloads), "``score`` alone asked the hub"
 
 
 def test_shards_a_folder_and_the_hub_are_one_model(hub: Hub, store: Path) -> None:
@@ -260,7 +205,7 @@ def test_shards_a_folder_and_the_hub_are_one_model(hub: Hub, store: Path) -> Non
     assert score(store, str(snapshot), "shards") == pytest.approx(risk, abs=1e-6)
     for model in (SHARDED, str(snapshot)):
         with serving(store, model, "shards") as client:
-            asked_in_each_protocol(client, risk)
+            answers(client, risk)
     folder = store.parent / "sharded"
     shutil.copytree(snapshot, folder)
     trained(store, str(folder), "folder")
@@ -310,74 +255,42 @@ def test_a_gguf_file_is_trained_scored_and_served(
     assert 0 < risk < 1
     with serving(store, file, name) as client:
         if template is not None:
-            asked_in_each_protocol(client, risk)
+            answers(client, risk)
         else:
-            refuses_alone(client, [{"role": "user", "content": QUESTION}], "has no chat template:")
+            refuses_alone(client, [USER], "has no chat template:")
 
 
 @pytest.mark.parametrize(
-    ("made", "refused", "said"),
+    ("before", "refused", "said"),
     [
-        (
-            lambda template: None,
-            [{"role": "user", "content": QUESTION}],
-            "has no chat template: /v1/completions takes",
-        ),
-        (
-            lambda template: REFUSES_SYSTEM + template,
-            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}],
-            "no system prompt here",
-        ),
-        (
-            lambda template: ALTERNATE + template,
-            [{"role": "user", "content": QUESTION}] * 2,
-            "roles must alternate",
-        ),
+        (None, [USER], "has no chat template: /v1/completions takes"),
+        (REFUSES_SYSTEM, [BRIEF, USER], "no system prompt here"),
+        (ALTERNATE, [USER, USER], "roles must alternate"),
     ],
-    ids=["none", "refuses system", "refuses two turns of the user"],
+    ids=["none", "refuses-system", "refuses-two-turns-of-the-user"],
 )
 def test_a_model_is_trained_scored_and_served_whatever_its_template_takes(
-    made: Callable[[str], str | None],
+    before: str | None,
     refused: list[dict[str, str]],
     said: str,
     store: Path,
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    name = str(request.node.callspec.id).replace(" ", "-")
-    folder, template = tmp_path / "model", made((MODEL_DIR / "chat_template.jinja").read_text())
+    """``before``: what its template begins with; None: it has none."""
+    name, folder = request.node.callspec.id, tmp_path / "model"
     shutil.copytree(MODEL_DIR, folder)
-    (folder / "chat_template.jinja").unlink()
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
+    template = folder / "chat_template.jinja"
+    if before is None:
+        template.unlink()
+    else:
+        template.write_text(before + template.read_text())
     trained(store, str(folder), name)
     risk = score(store, str(folder), name)
     with serving(store, str(folder), name) as client:
         answer = client.post("/score", json={"prompt": QUESTION}).json()
         assert answer["data"][0]["risk"] == pytest.approx(risk, abs=1e-6)
         refuses_alone(client, refused, said)
-
-
-def without_commit(store: Path, name: str) -> None:
-    """Publish ``hub`` again as versions before this one wrote it: trained on a hub name, and no
-    commit recorded."""
-    made = Store(store).load("hub")
-    manifest = dataclasses.replace(
-        made.manifest,
-        name=name,
-        version=1,
-        model=dataclasses.replace(made.manifest.model, revision="local"),
-    )
-    Store(store).publish(
-        BundleDraft(manifest, made.probes, made.golden, made.evaluation(), made.card())
-    )
-
-
-def test_a_bundle_without_a_commit_is_compared_by_its_fingerprint(
-    store: Path, printed: str
-) -> None:
-    without_commit(store, "before")
-    assert score(store, NAME, "before") == pytest.approx(score(store, NAME), abs=1e-6)
 
 
 def test_other_weights_under_the_same_name_are_another_revision(
@@ -388,13 +301,17 @@ def test_other_weights_under_the_same_name_are_another_revision(
     again: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    without_commit(store, "old")
-    trained_at = hub.repositories[NAME].head
+    bundle, trained_at = Store(store).load("hub"), hub.repositories[NAME].head
+    # As versions before this one wrote it: trained on a hub name, and no commit recorded.
+    model = dataclasses.replace(bundle.manifest.model, revision="local")
+    manifest = dataclasses.replace(bundle.manifest, name="old", version=1, model=model)
+    old = Store(store).publish(draft_of(bundle, manifest, bundle.evaluation(), bundle.card()))
+    assert score(store, NAME, "old") == pytest.approx(score(store, NAME), abs=1e-6)
+    places.reachable.cache_clear()
     tensors = {
         name: tensor + 1e-3 for name, tensor in load_file(MODEL_DIR / "model.safetensors").items()
     }
     hub.repository(NAME, plain | {"model.safetensors": save(tensors, metadata={"format": "pt"})})
-    bundle, old = Store(store).load("hub"), Store(store).load("old")
     try:
         engine = load_engine(EngineOptions(NAME), bundles=[bundle], **QUIET)  # which downloads them
         with pytest.raises(WrongRevision, match=f"--revision {trained_at}") as caught:
@@ -411,10 +328,8 @@ def test_other_weights_under_the_same_name_are_another_revision(
                 load_engine(EngineOptions(NAME), bundles=[bundle], **QUIET)
             with pytest.raises(WrongModel, match="other weights"):
                 load_engine(EngineOptions(NAME), bundles=[old], **QUIET)
-        done = hallutracer(
-            "score", QUESTION, "--model", NAME, "--bundle", "hub", "--store", str(store)
-        )
-        assert (done.returncode, f"--revision {trained_at}" in done.stderr) == (1, True)
+        options = f"--model {NAME} --bundle hub --store {store}"
+        ended(hallutracer("score", QUESTION, *options.split()), 1, f"--revision {trained_at}")
     finally:
         hub.repositories[NAME].commits.popitem()
 

@@ -8,21 +8,15 @@ import pytest
 
 from probes_store.bundle import Bundle
 from probes_store.store import Store
-from tests.fitting.planted import Quiet, planted_rows
-from tests.trainer.made import ONE, run, store_of
+from tests.fitting.planted import planted_rows
+from tests.trainer.made import ONE, store_of, trained_once
 
-
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Of 400 rows, and 80 held-out ones."""
-    folder, held_out = tmp_path_factory.mktemp("trained"), planted_rows(80, seed=3)
-    return run(folder, rows=planted_rows(400), test=held_out, evaluate=False)[0]
-
-
-@pytest.fixture(scope="session")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Quiet]:
-    """The quickest run, all by default."""
-    return run(tmp_path_factory.mktemp("quick"), **ONE)
+# Of 400 rows, and 80 held-out ones.
+trained = trained_once(
+    rows=planted_rows(400), test=planted_rows(80, seed=3), evaluate=False, scope="session"
+)
+# The quickest run, all by default, and what it printed.
+quick = trained_once(console=True, scope="session", **ONE)
 
 
 @pytest.fixture

@@ -9,19 +9,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
-from probes_store.bundle import Bundle, BundleDraft
+import pytest
+
+from probes_store.bundle import Bundle
 from probes_store.store import Store
 from service.scoring import RiskReport, Scorer
+from service.trainer.new_rows import draft_of
 from service.trainer.options import GuaranteeOptions, TrainOptions
 from service.trainer.plots import PlotData
 from service.trainer.run import train
+from tests import matching
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.kit.bundles import ANSWER
 from tests.kit.rows import Document, Options, Rows
-from tests.matching import answers_read
 
 T = TypeVar("T")
 FAST: Options = {
@@ -55,10 +57,11 @@ def run(
     rows: Rows | None = None,
     *,
     pictures: bool = False,
+    measure: bool = False,
     **changes: Any,
 ) -> tuple[Bundle, Quiet]:
     """Train in ``folder``; rows that are given as a list for ``test`` or ``calibration`` are
-    written there."""
+    written there.  ``engine``: one, or a class of which the run makes one."""
     folder.mkdir(exist_ok=True)
     if not (data := folder / "rows.jsonl").exists():
         write_rows(data, planted_rows(240) if rows is None else rows)
@@ -71,9 +74,32 @@ def run(
     console, store = Quiet(), Store(folder / "store")
     with nullcontext() if pictures else patch("service.trainer.run.draw", blank):
         bundle = train(
-            TrainOptions(**options), lambda: engine or PlantedEngine(), store, console=console
+            TrainOptions(**options),
+            engine if isinstance(engine, type) else lambda: engine or PlantedEngine(),
+            store,
+            console=console,
+            measure=measure,
         )
     return bundle, console
+
+
+def trained_once(
+    engine: Any = None,
+    rows: Rows | None = None,
+    *,
+    scope: Literal["module", "session"] = "module",
+    console: bool = False,
+    **options: Any,
+) -> Any:
+    """A fixture: the bundle of one run, which all tests of the scope look at; with ``console`` also
+    what the run printed."""
+
+    @pytest.fixture(scope=scope)
+    def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+        made = run(tmp_path_factory.mktemp("trained"), engine, rows, **options)
+        return made if console else made[0]
+
+    return trained
 
 
 def killed(work: Callable[[], object]) -> None:
@@ -116,17 +142,13 @@ def guarantee_options(folder: Path, rows: Rows, **changes: Any) -> GuaranteeOpti
 def republished(store: Store, bundle: Bundle, evaluation: Document, **changes: Any) -> Bundle:
     """The next version, with another evaluation.json; ``changes`` are fields of the manifest."""
     manifest = replace(bundle.manifest, **changes)
-    contents = bundle.probes, bundle.golden, evaluation, bundle.card()
-    return store.publish(BundleDraft(manifest, *contents))
+    return store.publish(draft_of(bundle, manifest, evaluation, bundle.card()))
 
 
 def with_answer(bundle: Bundle, store: Store) -> Bundle:
     """The next version of a bundle, which has an answer probe, as the planted engine reads it."""
-    manifest = replace(bundle.manifest, answer=ANSWER)
-    contents = bundle.probes, bundle.golden, bundle.evaluation(), bundle.card()
-    return store.publish(
-        BundleDraft(manifest, *contents, answer=answers_read(PlantedEngine(), manifest))
-    )
+    plain = draft_of(bundle, bundle.manifest, bundle.evaluation(), bundle.card())
+    return store.publish(matching.with_answer(plain, PlantedEngine()))
 
 
 def check_answer_kept(before: Bundle, after: Bundle) -> None:

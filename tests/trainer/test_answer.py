@@ -16,25 +16,23 @@ from probes_store.bundle import Bundle
 from probes_store.errors import GoldenMismatch
 from probes_store.records import Guarantee
 from service.data.collection import read_given, render_all
-from service.data.run_folder import RowsFile
 from service.demo import MODEL_DIR
 from service.demo.questions import questions as demo_questions
 from service.engines.base import EngineOptions, Sampling
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import DataError, EngineError, TrainingError
-from service.fitting.probes import Readouts
 from service.judging.guarantee import decoding_violations, guarantee_status
 from service.policies.guard import OBSERVE, Action, Policy
 from service.prompts import render
-from service.readout import Geometry, Probes, Site
+from service.readout import Site
 from service.risk import depth_mean, risk
 from service.scoring import Scorer
 from service.trainer.guarantee import guarantee
-from service.trainer.prepare import trajectories
 from tests.fitting.planted import PlantedEngine, Quiet, dataset_of, planted_rows
+from tests.kit.present import present
 from tests.kit.rows import Options, Rows, only, read_lines, without
-from tests.trainer.made import FAST, ONE, guarantee_options, run, section, store_of
+from tests.trainer.made import ONE, guarantee_options, run, section, store_of, trained_once
 
 FIVE = Sampling(max_tokens=5)
 GENERATED: Options = {"labels": "generate", "judge": "contains"}
@@ -58,17 +56,13 @@ class Blind(Confesses):
         self.reads_answers = False
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return run(tmp_path_factory.mktemp("answer"), Confesses(), questions(), **GENERATED)[0]
+trained = trained_once(Confesses, questions(), **GENERATED)
 
 
 def test_the_bundle_has_a_second_part_and_says_what_it_is_worth(trained: Bundle) -> None:
-    record = trained.manifest.answer
-    stored = trained.answer
+    record = present(trained.manifest.answer)
+    stored = present(trained.answer)
     evaluation = trained.evaluation()["answer"]
-    assert record is not None
-    assert stored is not None
     assert record.auroc > record.before + 0.1
     assert record.auroc == evaluation["auroc"]["mean"]
     assert evaluation["gain"]["low"] > 0
@@ -86,7 +80,7 @@ def test_the_bundle_has_a_second_part_and_says_what_it_is_worth(trained: Bundle)
 
 
 def test_serving_reads_the_answer_that_it_writes(trained: Bundle) -> None:
-    engine = Confesses()
+    engine, record = Confesses(), present(trained.manifest.answer)
     scorer = Scorer(Scheduled(engine), trained)
     prompts = [
         scorer.render(f"Is it {word}, number {number}?")
@@ -94,10 +88,14 @@ def test_serving_reads_the_answer_that_it_writes(trained: Bundle) -> None:
     ]
     engine.answer = "\x01!"  # one token that the model goes on from
     for number, report in enumerate(scorer.score_or_continue(prompts, FIVE, OBSERVE)):
-        assert report.answer is not None
-        assert report.answer.tokens == 1
-        assert report.answer.flagged == bool(number % 2) == (report.answer.risk >= 0.5)
+        answer = present(report.answer)
+        assert answer.tokens == 1
+        assert answer.flagged == bool(number % 2) == (answer.risk >= 0.5)
         assert report.before_answer().answer is None
+        read = engine.read_last([*prompts[number], 1], 1, present(scorer.answer_probes))
+        signals, weight = np.array([[depth_mean(read)]]), np.array([record.weight])
+        [expected] = risk(signals, weight, record.intercept)
+        assert answer.risk == pytest.approx(expected, abs=1e-6)
     engine.answer = "!"
     [short] = scorer.score_or_continue(prompts[:1], FIVE, OBSERVE)
     assert short.answer is None, "the model went on from no token"
@@ -158,39 +156,25 @@ def test_the_second_part_is_left_out(
 
 
 def test_a_real_model_s_answers_are_read_in_training_and_in_service_alike(tmp_path: Path) -> None:
-    rows = demo_rows(10)
-    quick: Options = FAST | {
-        "seeds": (0,),
-        "c": 0.1,
-        "evaluate": False,
-        "report": lambda line: None,
-    }
-    del quick["inner_folds"], quick["c_grid"]
-    trained = ht.train(
-        rows, "mine", "demo", labels="generate", store=tmp_path, run_dir=tmp_path / "run", **quick
-    )
-    record, stored = trained.bundle.manifest.answer, trained.bundle.answer
-    assert record is not None
-    assert stored is not None
+    rows = demo_rows(20)
+    quick: Options = {"folds": 3, "seeds": (0,), "c": 0.1, "jobs": 1, "evaluate": False}
+    plain: Options = {"forms": "none", "keep_sample": False, "report": lambda line: None}
+    folders: Options = {"store": tmp_path, "run_dir": tmp_path / "run"}
+    trained = ht.train(rows, "mine", "demo", labels="generate", **folders, **quick, **plain)
+    record = present(trained.bundle.manifest.answer)
     assert record.auroc > 0.7
     # Loading replays the golden answers.
     with ht.load("demo", trained.reference, store=tmp_path) as detector:
         results = detector.score([row["prompt"] for row in rows[:12]], generate=24)
-    folder = tmp_path / "run" / "train"
-    answers = {line["id"]: line["answer"] for line in read_lines(folder / "answers.jsonl")}
-    site, shape = Site.ATTENTION_HEAD, trained.bundle.manifest.model
-    geometry = Geometry(shape.num_layers, shape.num_heads, shape.head_dim, shape.hidden_size)
-    collected = RowsFile(folder / f"rows-{site}-answer.f32", geometry, site, len(rows))
-    readouts = Readouts(collected, np.arange(12), np.zeros(12, np.int64))
-    logits = depth_mean(trajectories(readouts, [Probes.of(site, stored)]))
-    risks = risk(logits[:, None], np.array([record.weight]), record.intercept)
+    stored = read_lines(tmp_path / "run" / "train" / "answers.jsonl")
+    answers = {line["id"]: line["answer"] for line in stored}
     answered = [number for number, result in enumerate(results) if result.answer is not None]
     assert len(answered) > 3
     for number in answered:
         assert results[number].answer == answers[rows[number]["id"]].strip()
-        assert results[number].answer_risk == pytest.approx(risks[number], abs=1e-4)
-    assert np.ptp(risks[answered]) > 0.05, "else any number would do"
-    assert results.to_frame()["answer_risk"].notna().sum() == len(answered)
+    risks = results.to_frame()["answer_risk"].dropna()
+    assert len(risks) == len(answered)
+    assert np.ptp(risks) > 0.05, "the answers' own tokens are read"
 
 
 def demo_rows(step: int) -> Rows:
@@ -204,9 +188,7 @@ def test_given_answers_are_read_behind_their_prompts(tmp_path: Path) -> None:
         row |= {"answer": "\x01\x01"} if number % 6 else {"answer": ""} if number % 12 else {}
     engine = Confesses()
     bundle, _ = run(tmp_path, engine, rows, **ONE)
-    record, stored = bundle.manifest.answer, bundle.answer
-    assert record is not None
-    assert stored is not None
+    record, stored = present(bundle.manifest.answer), present(bundle.answer)
     assert record.rows == 200
     assert record.auroc > record.before + 0.1
     assert stored.answer_tokens.tolist() == [2] * len(stored.risk)
@@ -249,27 +231,21 @@ def calibration_rows(count: int = 400) -> Rows:
 def guaranteed(folder: Path, bundle: Bundle, rows: Rows, **changes: Any) -> Bundle:
     options = guarantee_options(folder, rows, **{"labels": "given"} | changes)
     store = store_of(bundle, folder)
-    published = guarantee(store.load("planted"), options, Confesses, store, console=Quiet())
-    assert published is not None
-    return published
+    return present(guarantee(store.load("planted"), options, Confesses, store, console=Quiet()))
 
 
 def promise_of(folder: Path, bundle: Bundle, rows: Rows, **changes: Any) -> Guarantee:
-    promise = guaranteed(folder, bundle, rows, **changes).manifest.guarantee
-    assert promise is not None
-    return promise
+    return present(guaranteed(folder, bundle, rows, **changes).manifest.guarantee)
 
 
 def test_a_guarantee_of_answers_that_are_read_again(tmp_path: Path, trained: Bundle) -> None:
     rows = calibration_rows()
     bundle = guaranteed(tmp_path, trained, rows, recheck=True)
-    manifest, promise = bundle.manifest, bundle.manifest.guarantee
-    assert promise is not None
+    manifest, promise = bundle.manifest, present(bundle.manifest.guarantee)
     assert manifest.guarantee_reads_answers is True
-    assert manifest.answer is not None
     for words in (
         f"with a risk below {promise.threshold:g} whose answer's own tokens put its risk below"
-        f" {manifest.answer.threshold:g} (a policy with recheck)",
+        f" {present(manifest.answer).threshold:g} (a policy with recheck)",
         "or gives answers that their own tokens flag",
     ):
         assert words in promise.statement
@@ -290,17 +266,15 @@ def test_a_guarantee_of_answers_that_are_read_again(tmp_path: Path, trained: Bun
     assert promise.answered == pytest.approx(len(labels) / len(rows), abs=0.06)
     assert labels.count(0) <= 0.2 * len(labels)
     first = guaranteed(tmp_path / "once", trained, rows, publish_closed=True).manifest
-    assert first.guarantee is not None
     assert first.guarantee_reads_answers is None
-    gained = promise.answered - first.guarantee.answered
+    gained = promise.answered - present(first.guarantee).answered
     assert gained > 0.1, "the risk before the answer is dim here"
     for changes, holds in (
         ({}, True),
         ({"recheck": False}, False),
         ({"recheck": False, "stop_at": 0.5}, False),
     ):
-        status = guarantee_status(manifest, replace(again, **changes), promise.dtype)
-        assert status is not None
+        status = present(guarantee_status(manifest, replace(again, **changes), promise.dtype))
         assert status.holds == holds, status.violations
     assert decoding_violations(manifest, None) == (
         "answer: none is decoded here, and the calibration read the answers again",

@@ -22,21 +22,23 @@ from service.engines.base import Completion, Sampling, TokenIds
 from service.fitting.context import LEAST, PromptLabels
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.nested_cv import CONTEXT_NAMES
-from service.matching import check_golden
 from service.readout import Site
-from service.scoring import RiskReport, Scorer
+from service.scoring import RiskReport
 from service.trainer.new_rows import risks_of
 from service.trainer.options import TrainOptions
 from service.trainer.prepare import WITH_PASSAGE, PreparedData, fit_context, prepare, prompt_labels
 from tests.data.test_forms import SAID, made
-from tests.fitting.planted import PlantedEngine, dataset_of, planted_rows
+from tests.fitting.planted import GEOMETRY, PlantedEngine, dataset_of, planted_rows
 from tests.kit.chats import turns
+from tests.kit.present import present
 from tests.kit.rows import Options, Row, Rows
-from tests.trainer.made import FUSED, options_on, run, served
+from tests.trainer.made import FUSED, options_on, run, served, trained_once
 
 QUESTIONS, OTHERS = 360, 120
 # Head and strength of what a prompt is.
 WORDS = {"poem": (0, -2.0), "Context:": (1, 1.5), "states": (2, 1.5)}
+DIRECTIONS = np.random.default_rng(11).standard_normal((3, GEOMETRY.num_layers, GEOMETRY.head_dim))
+DIRECTIONS /= np.linalg.norm(DIRECTIONS, axis=2, keepdims=True)
 QUICK: Options = {"signals": "depth_mean,first_token", "labels": "generate", "seeds": (0,)}
 
 
@@ -47,13 +49,10 @@ class ReadingEngine(PlantedEngine):
     def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
         rows = super().activations(prompt, site)
         geometry, text = self.identity.geometry, self.detokenize(prompt)
-        rng = np.random.default_rng(11)
         heads = rows.reshape(geometry.num_layers, geometry.heads(site), -1)
-        for layer in range(geometry.num_layers):
-            for word, (head, strength) in WORDS.items():
-                direction = rng.standard_normal(heads.shape[-1])
-                sign = strength if word in text else -strength
-                heads[layer, head] += (1 + layer) * sign * direction / np.linalg.norm(direction)
+        louder = np.arange(1, geometry.num_layers + 1)[:, None]
+        for (word, (head, strength)), direction in zip(WORDS.items(), DIRECTIONS, strict=True):
+            heads[:, head] += louder * (strength if word in text else -strength) * direction
         return rows
 
     def generate(self, prompts: Any, sampling: Sampling) -> list[Completion]:
@@ -80,9 +79,7 @@ def poems(count: int, seed: int = 1) -> Rows:
     return [{"prompt": text, "applies": False} for text in texts]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return run(tmp_path_factory.mktemp("trained"), ReadingEngine(), reading_rows(), **QUICK)[0]
+trained = trained_once(ReadingEngine, reading_rows(), **QUICK)
 
 
 def prepared(folder: Path, rows: Rows, engine: PlantedEngine) -> PreparedData:
@@ -114,8 +111,7 @@ class Constant(ReadingEngine):
 
 
 def test_the_bundle_has_the_probes_that_its_rows_allow(trained: Bundle) -> None:
-    manifest, context = trained.manifest, trained.manifest.context
-    assert context is not None
+    manifest, context = trained.manifest, present(trained.manifest.context)
     assert (manifest.format_version, manifest.signals) == (1, (*FUSED, "passage", "stated"))
     assert [(probe.name, probe.rows, probe.positive) for probe in context.probes] == [
         ("asks", QUESTIONS + OTHERS, QUESTIONS),
@@ -123,17 +119,14 @@ def test_the_bundle_has_the_probes_that_its_rows_allow(trained: Bundle) -> None:
         ("stated", 2 * QUESTIONS // 3, QUESTIONS // 3),
     ]
     assert min(probe.auroc for probe in context.probes) > 0.95
-    assert trained.probes.context_head is not None
-    heads = [set(row) for row in trained.probes.context_head.tolist()]
+    heads = [set(row) for row in present(trained.probes.context_head).tolist()]
     assert heads == [{head} for head, _ in WORDS.values()]
     assert len(manifest.classifier.weight) == 5
 
 
 def test_applicability_and_evaluation_are_of_rows_out_of_fold(trained: Bundle) -> None:
-    evaluation, context = trained.evaluation(), trained.manifest.context
-    assert context is not None
-    applies = context.applicability
-    assert applies is not None
+    evaluation, context = trained.evaluation(), present(trained.manifest.context)
+    applies = present(context.applicability)
     assert 0 < applies.threshold <= 0.5
     assert applies.questions_below <= 0.01 + 1 / QUESTIONS
     assert applies.others_above < 0.1
@@ -156,16 +149,12 @@ def test_the_reference_sees_all_logits_and_all_prompts(trained: Bundle) -> None:
 
 
 def test_what_is_served_is_what_training_computed(trained: Bundle, tmp_path: Path) -> None:
-    engine = ReadingEngine()
-    scorer = Scorer(engine, trained)  # replays the golden prompts
-    onsets = engine.score(trained.golden.prompts(), scorer.probes, first_token=True)
-    logits = np.stack([np.concatenate(onset.trajectories) for onset in onsets])
-    check_golden(trained, logits, trained.golden.risk, dtype="float32")
     assert trained.golden.risk[-1] - trained.golden.risk[0] > 0.5
     # Rows that no fit saw, of which every tenth is unlike everything in training.
     rows = reading_rows(90, 0, seed=3)
     for row in rows[::10]:
         row["prompt"] += " strange"
+    # Serving replays the golden prompts first.
     data, reports = prepared(tmp_path, rows, Strange()), served(trained, rows, Strange())
     assert [row["id"] for row in rows] == [row.id for row in data.dataset.rows]
     plain, withheld = risks_of(trained, data), risks_of(trained, data, as_gated=True)
@@ -173,8 +162,7 @@ def test_what_is_served_is_what_training_computed(trained: Bundle, tmp_path: Pat
     away = outside(reports)
     for number in np.flatnonzero(~away).tolist():
         context = reports[number].context
-        assert context.passage is not None
-        assert (context.passage > 0.5) == bool(number % 3), number
+        assert (present(context.passage) > 0.5) == bool(number % 3), number
         assert context.applies
     # Rows outside count as withheld, and no others.
     assert away[::10].all()
@@ -186,12 +174,10 @@ def test_what_is_served_is_what_training_computed(trained: Bundle, tmp_path: Pat
 
 def test_requests_that_ask_for_no_fact_do_not_apply_when_served(trained: Bundle) -> None:
     reports = served(trained, reading_rows(300, 100, seed=4), ReadingEngine())
-    context = trained.manifest.context
-    assert context is not None
-    assert context.applicability is not None
+    limit = present(present(trained.manifest.context).applicability).threshold
     applies = np.array([report.context.applies for report in reports])
     asks = np.array([report.context.asks for report in reports], np.float64)
-    above = asks >= context.applicability.threshold
+    above = asks >= limit
     assert applies[:300].all()
     assert above[:300].mean() > 0.96
     assert above[300:].mean() < 0.1
@@ -222,10 +208,8 @@ def test_lone_questions_set_the_limit_where_enough_are_in_other_words(
 ) -> None:
     rows = in_other_words(groups)
     data = prepared(tmp_path, rows, ReadingEngine())
-    context = fit_context(data, PROBE)
-    assert context is not None
-    applicability = context.record().applicability
-    assert applicability is not None
+    context = present(fit_context(data, PROBE))
+    applicability = present(context.record().applicability)
     asks = context.fits[0].probability[: context.labelled]
     alone = np.array(["prompt" in rows[index] for index in data.labelled.index.tolist()])
     assert np.array_equal(context.alone, alone)
@@ -275,10 +259,10 @@ def test_each_kind_of_row_brings_its_own_probes(
 ) -> None:
     options = QUICK | {"evaluate": False, "labels": labels}
     manifest = run(tmp_path, ReadingEngine(), rows, **options)[0].manifest
-    assert manifest.context is not None
-    assert [probe.name for probe in manifest.context.probes] == names
+    context = present(manifest.context)
+    assert [probe.name for probe in context.probes] == names
     assert manifest.signals == (*FUSED, *(names if "passage" in names else ()))
-    assert (manifest.context.applicability is None) == ("asks" not in names)
+    assert (context.applicability is None) == ("asks" not in names)
 
 
 class Overlooking(ReadingEngine):

@@ -65,9 +65,7 @@ def kept(
     labels = [{"request_id": row["id"], "label": label_of(row)} for row in rows[:labelled]]
     with database.transaction():
         write_answers(database, answers)
-        for label in labels:
-            write_label(database, given(**label))
-        for label in more:
+        for label in (*labels, *more):
             write_label(database, given(**{"any_caller": True, **label}))
     database.close()
     return where
@@ -86,7 +84,7 @@ def run(store: Store, where: Location, **changes: Any) -> tuple[Bundle | None, s
     options = RecalibrateOptions(feedback=where.text, **changes)
     with no_picture_of_the_change():
         made = recalibrate_by_feedback(bundle, options, store, console=console)
-    return made, "\n".join(console.lines)
+    return made, console.text
 
 
 def published(store: Store, where: Location, **changes: Any) -> tuple[Bundle, Any, str]:

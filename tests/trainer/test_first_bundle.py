@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,19 +41,6 @@ def digests(folder: Path) -> list[str]:
     store = Store(folder / "store")
     assert [summary.reference for summary in store.list()] == ["planted:1", "planted:2"]
     return [store.load(f"planted:{version}").manifest.digest for version in (1, 2)]
-
-
-class Interrupted(PlantedEngine):
-    """Interrupted at its call number ``stop`` for readouts."""
-
-    def __init__(self, stop: int | None = None) -> None:
-        super().__init__()
-        self.stop = stop
-
-    def extract(self, *arguments: Any, **options: Any) -> Any:
-        if self.extracts == self.stop:
-            raise KeyboardInterrupt
-        return super().extract(*arguments, **options)
 
 
 def first_lines(lines: list[str]) -> list[str]:
@@ -96,8 +82,8 @@ def test_a_run_that_is_resumed_publishes_it_once_and_gives_the_same_bundles(
     tmp_path: Path, whole: tuple[Path, list[str]], stop: int
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Interrupted(stop), **LONG)
-    engine = Interrupted()
+        run(tmp_path, PlantedEngine(stop=stop), **LONG)
+    engine = PlantedEngine()
     _, console = run(tmp_path, engine, **LONG)
     assert stop + engine.extracts == 3 + 5, "each row was read once"
     assert len(first_lines(console.lines)) == (stop < 3)
@@ -110,7 +96,7 @@ def test_rows_without_a_signal_have_no_first_bundle(
     monkeypatch.setattr(training_set, "FIRST_ROWS", 4)
     bundle, console = run(tmp_path, **LONG)
     assert bundle.reference == "planted:1"
-    assert [line for line in console.lines if line.startswith("no first bundle of 4 rows: ")]
+    assert console.line("no first bundle of 4 rows: ")
     assert first_lines(console.lines) == []
 
 
@@ -120,6 +106,6 @@ def test_a_run_that_began_without_one_goes_on_without_one(
     with monkeypatch.context() as patched:
         patched.setattr(training_set, "LEAST_FOR_FIRST", 1000)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, Interrupted(2), **LONG)
+            run(tmp_path, PlantedEngine(stop=2), **LONG)
     bundle, console = run(tmp_path, **LONG)
     assert (bundle.reference, first_lines(console.lines)) == ("planted:1", [])

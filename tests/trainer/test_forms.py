@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ from probes_store.bundle import Bundle
 from service.data.forms import FORMS, is_one_message, several
 from service.data.forms.crossed import held_out_families
 from service.data.training_rows import read_dataset
-from service.engines.base import Extraction
 from service.engines.chat import check_turns
 from service.errors import DataError, TrainingError
 from service.readout import Site
@@ -29,30 +29,12 @@ from service.trainer.training_set import group_names, spread
 from tests.fitting.planted import PlantedEngine, Quiet, dataset_of, planted_rows, write_rows
 from tests.kit.chats import turns
 from tests.kit.rows import Options, Row, Rows, read_lines, without
-from tests.trainer.made import options_on, run
+from tests.trainer.made import ONE, contents, options_on, run
 
-MIXED: Options = {
-    "labels": "generate",
-    "forms": None,
-    "evaluate": False,
-    "seeds": (0,),
-    "folds": 2,
-}
+MIXED: Options = ONE | {"labels": "generate", "forms": None}
 EVALUATED = MIXED | {"evaluate": True}
-ROOM = 6000  # tokens of this engine are bytes
-
-
-class Roomy(PlantedEngine):
-    """With room for every form; interrupted at its call number ``stop`` for readouts."""
-
-    def __init__(self, stop: int | None = None, **options: Any) -> None:
-        super().__init__(max_tokens=ROOM, **options)
-        self.stop = stop
-
-    def extract(self, prompts: Any, sites: Any, *others: Any, **read: Any) -> Extraction:
-        if self.extracts == self.stop:
-            raise KeyboardInterrupt
-        return super().extract(prompts, sites, *others, **read)
+# With room for every form: tokens of this engine are bytes.
+roomy = partial(PlantedEngine, max_tokens=6000)
 
 
 def questions(count: int = 240, seed: int = 0) -> Rows:
@@ -101,7 +83,7 @@ def formed(folder: Path, rows: Rows, engine: Any = None, **changes: Any) -> Quie
     options = options_on(TrainOptions, folder, rows, **MIXED | {"name": "planted"} | changes)
     dataset, console = read_dataset(options.file, "generate", folds=None), Quiet()
     options.folder.mkdir(exist_ok=True)
-    spread(options, dataset, None, engine or Roomy(), "chat", console)
+    spread(options, dataset, None, engine or roomy(), "chat", console)
     return console
 
 
@@ -123,7 +105,7 @@ class Mixed(NamedTuple):
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Mixed:
     folder = tmp_path_factory.mktemp("mixed")
     held_out = questions(100, seed=3)
-    bundle, console = run(folder, Roomy(), questions(), test=held_out, **EVALUATED)
+    bundle, console = run(folder, roomy(), questions(), test=held_out, **EVALUATED)
     return Mixed(folder, bundle, console, in_forms(folder), in_forms(folder, "test"))
 
 
@@ -259,32 +241,20 @@ def test_held_out_rows_have_a_table_by_form_and_no_requests(mixed: Mixed) -> Non
     assert mixed.bundle.manifest.training.rows == sum("answers" in row for row in mixed.train)
 
 
-def test_the_same_run_again_reads_nothing_and_gives_the_same_bundle(mixed: Mixed) -> None:
-    engine = Roomy()
-    again, _ = run(mixed.folder, engine, test=mixed.folder / "test.jsonl", **EVALUATED)
-    assert engine.extracts == engine.generates == 0
-    assert again.manifest.version == 1
-
-
 def test_a_stopped_run_goes_on_to_the_same_bundle(tmp_path: Path) -> None:
-    digests, contents = [], []
-    for name, stops in (
-        ("whole", ()),
-        ("stopped", (2, 3, 4)),
-    ):  # each time after so many of 12 calls
-        for stop in stops:
-            with pytest.raises(KeyboardInterrupt):
-                run(tmp_path / name, Roomy(stop), questions(), **MIXED | {"batch_rows": 64})
-        digests.append(
-            run(tmp_path / name, Roomy(), questions(), **MIXED | {"batch_rows": 64})[
-                0
-            ].manifest.digest
-        )
-        contents.append(
-            {path.name: path.read_bytes() for path in (tmp_path / name / "run" / "train").iterdir()}
-        )
-    assert digests[0] == digests[1]
-    assert contents[0] == contents[1]
+    held_out = questions(60, seed=3)
+    options = MIXED | {"rows": questions(120), "test": held_out, "batch_rows": 32}
+    for stop in (2, 3, 4):  # each time after so many of 19 calls
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "stopped", roomy(stop=stop), **options)
+    folders = tmp_path / "whole", tmp_path / "stopped"
+    assert len({run(folder, roomy(), **options)[0].manifest.digest for folder in folders}) == 1
+    for part in ("train", "test"):
+        whole, resumed = (contents(folder / "run" / part) for folder in folders)
+        assert whole == resumed
+    engine = roomy()
+    assert run(folders[0], engine, **options)[0].reference == "planted:1"
+    assert engine.extracts == engine.generates == 0, "the same run again reads nothing"
 
 
 def test_a_form_is_spent_and_an_id_that_became_a_group_is_not(mixed: Mixed, tmp_path: Path) -> None:
@@ -296,8 +266,8 @@ def test_a_form_is_spent_and_an_id_that_became_a_group_is_not(mixed: Mixed, tmp_
     for row in ({"prompt": questions()[7]["prompt"]}, {"messages": mixed.train[7]["messages"]}):
         with pytest.raises(DataError, match="its prompt is among the training rows"):
             check(mixed.bundle, row)
-    rows = without(questions(), "group")
-    bundle, _ = run(tmp_path / "lone", Roomy(), rows, **MIXED | {"forms": "wording"})
+    rows = without(questions(120), "group")
+    bundle, _ = run(tmp_path / "lone", roomy(), rows, **MIXED | {"forms": "wording"})
     assert {row["group"] for row in in_forms(tmp_path / "lone")} >= {"r0-7"}
     check(bundle, {"prompt": "Which river?", "group": "r0-7"})
 
@@ -317,13 +287,13 @@ def test_near_duplicates_are_one_group_in_forms_too(tmp_path: Path) -> None:
 def test_conversations_stay_as_they_are_and_rows_that_do_not_apply_bring_no_others(
     tmp_path: Path,
 ) -> None:
-    chat = {"id": "c", "messages": turns("hi", "hi", "x"), "answers": ["Paris"]}
+    chat = {"id": "c", "messages": turns("hi", "hi", "x"), "form": "mine", "answers": ["Paris"]}
     poem = {"id": "t", "prompt": "Write a poem.", "applies": False}
     formed(tmp_path, [*questions(), chat, poem])
     once = [row for row in in_forms(tmp_path) if not (reworded(row) or among_others(row))]
     assert len(once) == 230, "two more than 240 questions, less 12 that are set aside"
     rows = {row["id"]: row for row in once}
-    assert (rows["c"]["messages"], rows["c"]["form"]) == (chat["messages"], "messages")
+    assert (rows["c"]["messages"], rows["c"]["form"]) == (chat["messages"], "mine")
     assert (rows["t"]["form"], rows["t"]["prompt"]) == ("task", "Write a poem.")
 
 
@@ -334,7 +304,7 @@ def test_chosen_forms_alone_and_none(tmp_path: Path) -> None:
     assert counts.total() == 240
     # Nothing of what the model said is needed.
     assert not (tmp_path / "some" / "run" / "train-said").exists()
-    bundle, _ = run(tmp_path / "none", Roomy(), questions(), **MIXED | {"forms": "none"})
+    bundle, _ = run(tmp_path / "none", roomy(), questions(), **MIXED | {"forms": "none"})
     assert "forms" not in bundle.evaluation()["data"]
     folder = tmp_path / "none" / "run"
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["train"]
@@ -363,9 +333,9 @@ def test_where_no_chosen_form_fits_questions_are_asked_alone_or_refused_by_the_u
 
 @pytest.mark.parametrize("how", ["no template", "text"])
 def test_without_a_template_a_form_is_one_message(tmp_path: Path, how: str) -> None:
-    engine = Roomy(chat=how != "no template")
+    engine = roomy(chat=how != "no template")
     options = MIXED | ({"prompt_format": "text"} if how == "text" else {})
-    bundle, console = run(tmp_path, engine, questions(), **options)
+    bundle, console = run(tmp_path, engine, questions(120), **options)
     rows = in_forms(tmp_path)
     assert all("prompt" in row and "messages" not in row for row in rows)
     forms = {row["form"] for row in rows if not reworded(row)}
@@ -373,7 +343,7 @@ def test_without_a_template_a_form_is_one_message(tmp_path: Path, how: str) -> N
     assert forms <= {name for name, form in FORMS.items() if is_one_message(form)}
     assert len(forms) > 8
     assert bundle.manifest.prompt_format == "text"
-    assert any("forms of a single message only" in line for line in console.lines)
+    assert "forms of a single message only" in console.text
     with pytest.raises(TrainingError, match="turn_own") as caught:
         run(tmp_path, engine, **options | {"forms": "lone,turns"})
     assert caught.value.param == "forms"
@@ -407,19 +377,12 @@ def test_rows_that_do_not_apply_are_read_but_not_answered(tmp_path: Path) -> Non
     assert len(set(dataset.groups[:30].tolist())) == 1
 
 
-def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
-    rows = without(planted_rows(240), "answers")
-    rows += [{"prompt": f"Write poem {n}.", "applies": False} for n in range(30)]
-    bundle, console = run(tmp_path, rows=rows, forms=None, evaluate=False)
-    assert (bundle.manifest.training.rows, bundle.evaluation()["data"]["others"]) == (240, 30)
-    assert any(line.endswith("30 that ask for no fact") for line in console.lines)
-
-
 @pytest.mark.parametrize(
     ("labels", "text", "forms"),
     [
         ("given", None, ()),
         ("generate", None, ("mixture",)),
+        ("self", None, ("mixture",)),
         ("generate", "none", ()),
         ("generate", "mixture", ("mixture",)),
         ("generate", "turns, lone", ("turns", "lone")),
@@ -428,21 +391,22 @@ def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
 def test_forms_as_written_on_the_command_line(
     labels: Any, text: str | None, forms: tuple[str, ...]
 ) -> None:
-    assert TrainOptions(name="x", labels=labels, forms=text).wanted_forms == forms
+    options = TrainOptions(name="x", labels=labels, forms=text)
+    assert options.wanted_forms == forms
+    assert options.scale == ("joint" if forms == ("mixture",) else "unit_norm")
 
 
-class NoSystem(Roomy):
+class NoSystem(PlantedEngine):
     """With a chat template that leaves system prompts out."""
 
     def render_chat(self, messages: Any, tools: Any = ()) -> list[int]:
         shown = [message for message in messages if message["role"] != "system"]
-        text = "".join(f"{message['role']}: {message['content']}\n" for message in shown)
-        check_turns(text, messages, ())
+        check_turns(self._template(shown, tools), messages, ())
         return super().render_chat(messages, tools)
 
 
 def test_forms_that_the_template_leaves_out_are_not_asked_and_named(tmp_path: Path) -> None:
-    bundle, console = run(tmp_path, NoSystem(), questions(), **MIXED)
+    bundle, console = run(tmp_path, NoSystem(max_tokens=6000), questions(), **MIXED)
     named = {name for name, form in FORMS.items() if form.family == "system"}
     data = bundle.evaluation()["data"]
     assert named <= set(data["left_out_forms"])

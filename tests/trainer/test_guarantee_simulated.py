@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from service.fitting import thresholds
-from service.fitting.thresholds import CANDIDATES, GateProfile, certify, gate_profile
+from service.fitting.thresholds import GateProfile, gate_profile
 from service.judging.guarantee import Shape, Standing
 from service.trainer.guarantee import CalibrationRows, GuaranteePlan, strata_tests
 from service.trainer.prepare import UNKNOWN_LABEL
@@ -126,43 +125,3 @@ def test_the_promises_of_both_strata_are_broken_no_more_often_than_delta(name: s
         assert broken > 0.4 * DELTA * DRAWS, (
             "the bound is nearly reached, so that a test of it means something"
         )
-
-
-def test_as_many_labels_answer_more_where_they_are_spent_below_the_loosest_threshold() -> None:
-    """Against labelling rows at random and testing thresholds up to 1, which is broken as
-    seldom."""
-    budget = 300
-    alpha = 0.12
-    delta = 0.05
-    (_, parts), rng = profiles(), np.random.default_rng(8)
-    truth, gates = TRUTHS["calibrated"], parts[False]
-    share = share_wrong(truth)
-    answered: dict[str, list[float]] = {"first": [], "random": []}
-    broken = {"first": 0, "random": 0}
-    for seed in range(300):
-        risk, passage = drawn(rng, 6000)
-        risk = risk[~passage]
-        chosen = risk[:budget]
-        old = thresholds.threshold_sequence(gates, alpha, delta, budget)[0]
-        later = [at for at in gates.thresholds if at >= old]
-        levels = [
-            later[place]
-            for place in np.unique(np.linspace(0, len(later) - 1, CANDIDATES).round().astype(int))
-        ]
-        scored = int(
-            budget
-            / np.mean(risk < thresholds.threshold_sequence(gates, alpha, delta, len(risk))[-1])
-        )
-        sequence = thresholds.threshold_sequence(gates, alpha, delta, scored)
-        below = risk[:scored][risk[:scored] < sequence[-1]]
-        assert len(below) < 1.2 * budget
-        for name, rows, order in (("random", chosen, levels), ("first", below[:budget], sequence)):
-            test = certify(
-                labels(rng, rows, truth), rows, np.arange(len(rows)), order, alpha, delta, seed
-            )
-            at = 0.0 if test.threshold is None else test.threshold
-            answered[name].append(float(np.mean(risk < at)))
-            broken[name] += at > 0 and share(False, at) > alpha
-    assert np.mean(answered["first"]) > 2 * np.mean(answered["random"])
-    assert np.mean(np.array(answered["first"]) == 0) < np.mean(np.array(answered["random"]) == 0)
-    assert max(broken.values()) <= binom.ppf(0.999, 300, delta)

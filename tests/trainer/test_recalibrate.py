@@ -18,7 +18,8 @@ from service.trainer.guarantee import guarantee, plan
 from service.trainer.options import RecalibrateOptions
 from service.trainer.recalibrate import recalibrate
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.kit.rows import Options, Row, Rows
+from tests.kit.present import present
+from tests.kit.rows import Options, Rows
 from tests.kit.tables import lines
 from tests.trainer.made import (
     Never,
@@ -29,6 +30,7 @@ from tests.trainer.made import (
     republished,
     section,
     served,
+    store_of,
     with_answer,
 )
 
@@ -41,7 +43,6 @@ def rare(count: int, seed: int) -> Rows:
 
 
 def recalibrated(
-    folder: Path,
     store: Store,
     rows: Rows | None = None,
     engine: type[PlantedEngine] = PlantedEngine,
@@ -50,6 +51,7 @@ def recalibrated(
     pictures: bool = False,
     **changes: Any,
 ) -> tuple[Bundle | None, Quiet]:
+    folder = store.root.parent
     if isinstance(changes.get("traffic"), list):
         changes["traffic"] = write_rows(folder / "traffic.jsonl", changes["traffic"])
     rows = rare(150, 5) if rows is None else rows
@@ -58,11 +60,9 @@ def recalibrated(
         return recalibrate(store.load(bundle), options, engine, store, console=console), console
 
 
-def published(
-    folder: Path, store: Store, rows: Rows | None = None, **changes: Any
-) -> tuple[Bundle, Any]:
+def published(store: Store, rows: Rows | None = None, **changes: Any) -> tuple[Bundle, Any]:
     """The bundle, and its entry of the ledger."""
-    bundle, console = recalibrated(folder, store, rows, **changes)
+    bundle, console = recalibrated(store, rows, **changes)
     assert bundle is not None, console.lines
     (record,) = bundle.evaluation()["recalibrations"]
     return bundle, record
@@ -82,37 +82,30 @@ def scored(bundle: Bundle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 def check_served(before: Bundle, after: Bundle) -> None:
     """Fresh traffic has the recalibrated risks, which hold there, and the decisions that it had."""
     manifest, fresh = after.manifest, rare(300, 9)
-    assert manifest.recalibration is not None
+    moved = present(manifest.recalibration)
     (old, flagged), (new, still) = scored(before, fresh), scored(after, fresh)
     wrong = [row["label"] == 0 for row in fresh]
-    np.testing.assert_allclose(new, manifest.recalibration(old), rtol=1e-9)
+    np.testing.assert_allclose(new, moved(old), rtol=1e-9)
     np.testing.assert_array_equal(flagged, still)
     assert 0 < flagged.mean() < 1
     loss = [-np.log(np.where(wrong, risk, 1 - risk)).mean() for risk in (old, new)]
     assert loss[1] < loss[0] - 0.02
     assert new.mean() == pytest.approx(0.9, abs=0.06)  # training's 400 rows are no more exact
-    moved = manifest.recalibration(before.manifest.threshold)
-    assert manifest.threshold == pytest.approx(float(moved))
+    assert manifest.threshold == pytest.approx(float(moved(before.manifest.threshold)))
 
 
 def test_the_served_risk_is_recalibrated_and_the_decisions_stay(
-    tmp_path: Path, store: Store, trained: Bundle
-) -> None:
-    bundle, _ = published(tmp_path, store)
-    assert (bundle.reference, bundle.manifest.format_version) == ("planted:2", 1)
-    check_served(trained, bundle)
-    assert bundle.files()["probes.safetensors"] == trained.files()["probes.safetensors"]
-    assert bundle.manifest.classifier == trained.manifest.classifier
-
-
-def test_an_answer_probe_comes_along_as_it_is(
-    tmp_path: Path, store: Store, trained: Bundle
+    store: Store, trained: Bundle
 ) -> None:
     before = with_answer(trained, store)
-    after, _ = published(tmp_path, store)
-    check_answer_kept(before, after)
+    bundle, _ = published(store)
+    assert (bundle.reference, bundle.manifest.format_version) == ("planted:3", 1)
+    check_served(before, bundle)
+    check_answer_kept(before, bundle)
     # The risk before the answer is another one.
-    assert (after.golden.risk != before.golden.risk).all()
+    assert (bundle.golden.risk != before.golden.risk).all()
+    assert bundle.files()["probes.safetensors"] == trained.files()["probes.safetensors"]
+    assert bundle.manifest.classifier == trained.manifest.classifier
 
 
 PRINTED = lines(
@@ -126,9 +119,9 @@ PRINTED = lines(
 )
 
 
-def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
+def test_everything_is_recorded_and_shown(store: Store) -> None:
     options: Options = {"traffic": unlabelled(rare(600, 7)), "pictures": True}
-    bundle, console = recalibrated(tmp_path, store, **options)
+    bundle, console = recalibrated(store, **options)
     assert bundle is not None
     (record,) = bundle.evaluation()["recalibrations"]
     candidates, traffic = record["candidates"], record["traffic"]
@@ -142,7 +135,7 @@ def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
         assert share["low"] < share["value"] < share["high"]
         assert share["value"] == pytest.approx(0.9, abs=0.06)
     assert traffic["explained"]
-    printed, card = "\n".join(console.lines), bundle.card()
+    printed, card = console.text, bundle.card()
     for text in PRINTED:
         assert text in printed
     assert card.count("## Recalibration\n") == 1
@@ -158,13 +151,11 @@ def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
         assert text in section(bundle, "Recalibration")
     picture = bundle.files()["plots/recalibration.png"]
     assert (picture[:4], len(picture) < 60_000) == (b"\x89PNG", True)
-    again, _ = published(tmp_path, store, bundle="planted:1", **options)
+    again, _ = published(store, bundle="planted:1", **options)
     assert again.manifest.digest == bundle.manifest.digest
 
 
-def test_traffic_of_risks_and_of_prompts_is_the_same(
-    tmp_path: Path, store: Store, trained: Bundle
-) -> None:
+def test_traffic_of_risks_and_of_prompts_is_the_same(tmp_path: Path, trained: Bundle) -> None:
     rows = rare(200, 7)
     scores, prompts = scored(trained, rows)[0], unlabelled(rows)
     digest = {"name": "planted", "version": 1, "digest": trained.manifest.digest}
@@ -174,39 +165,38 @@ def test_traffic_of_risks_and_of_prompts_is_the_same(
     ]
     shares = []
     for name, traffic in (("a", prompts), ("b", risks)):
-        (folder := tmp_path / name).mkdir()
-        _, record = published(folder, store, bundle="planted:1", traffic=traffic)
+        _, record = published(store_of(trained, tmp_path / name), traffic=traffic)
         shares.append(record["traffic"]["share"])
     assert shares[0] == pytest.approx(shares[1], abs=1e-5)
 
 
-def test_labelled_rows_in_the_traffic_count_once(tmp_path: Path, store: Store) -> None:
+def test_labelled_rows_in_the_traffic_count_once(store: Store) -> None:
     labelled = rare(150, 5)
-    _, record = published(tmp_path, store, labelled, traffic=unlabelled(rare(100, 7) + labelled))
+    _, record = published(store, labelled, traffic=unlabelled(rare(100, 7) + labelled))
     assert (record["traffic"]["rows"], record["traffic"]["left_out"]) == (100, 150)
     with pytest.raises(TrainingError, match="every row of the traffic"):
-        recalibrated(tmp_path, store, labelled, bundle="planted:1", traffic=unlabelled(labelled))
+        recalibrated(store, labelled, bundle="planted:1", traffic=unlabelled(labelled))
 
 
-def test_another_shift_is_refused_before_a_label_is_looked_at(tmp_path: Path, store: Store) -> None:
+def test_another_shift_is_refused_before_a_label_is_looked_at(store: Store) -> None:
     # Neither known nor hidden.
     plain = [{"prompt": f"unheard {n} {'y' * (n % 7)}"} for n in range(400)]
     unexplained = "prior shift alone does not explain the traffic.*--allow-other-shift"
     with pytest.raises(TrainingError, match=unexplained):
-        recalibrated(tmp_path, store, traffic=plain)
-    assert not list((tmp_path / "run").rglob("question.json"))
+        recalibrated(store, traffic=plain)
+    assert not list((store.root.parent / "run").rglob("question.json"))
     assert store.load("planted").reference == "planted:1"
-    bundle, console = recalibrated(tmp_path, store, traffic=plain, allow_other_shift=True)
-    assert "; going on because of --allow-other-shift" in "\n".join(console.lines)
+    bundle, console = recalibrated(store, traffic=plain, allow_other_shift=True)
+    assert "; going on because of --allow-other-shift" in console.text
     insisted = "**Prior shift does not explain the traffic: someone insisted**"
     assert bundle is None or insisted in bundle.card()
 
 
 def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Store) -> None:
     rows = planted_rows(300, seed=11, per_group=1)
-    bundle, console = recalibrated(tmp_path, store, rows)
+    bundle, console = recalibrated(store, rows)
     assert bundle is None
-    printed = "\n".join(console.lines)
+    printed = console.text
     assert "nothing was published" in printed
     assert "**the risk as it is**" in printed
     assert store.load("planted").reference == "planted:1"
@@ -215,41 +205,34 @@ def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Sto
         guarantee(store.load("planted"), options, PlantedEngine, store, console=Quiet())
 
 
-SEEN = planted_rows(40)[4]["prompt"]
+SEEN, NEW = planted_rows(40)[4]["prompt"], rare(150, 5)
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("rows", "problem"),
     [
-        ({"prompt": SEEN, "label": 1}, "line 8: its prompt is among the training rows"),
-        ({"prompt": "Write a poem.", "applies": False}, 'line 8: "applies" is false'),
+        ([{"prompt": SEEN, "label": 1}, *NEW], "line 1: its prompt is among the training rows"),
+        ([{"prompt": "Write a poem.", "applies": False}, *NEW], 'line 1: "applies" is false'),
+        ([row for row in planted_rows(60, seed=5, per_group=1) if not row["label"]], "factual"),
     ],
 )
-def test_seen_and_unfit_rows(tmp_path: Path, store: Store, row: Row, problem: str) -> None:
-    rows = rare(150, 5)
-    rows[7] = row
-    with pytest.raises(DataError, match=problem):
-        recalibrated(tmp_path, store, rows, Never)
-
-
-def test_too_few_labels_of_a_class_are_said_before_a_model_is_loaded(
-    tmp_path: Path, store: Store
+def test_seen_and_unfit_rows_are_refused_before_a_model_is_loaded(
+    store: Store, rows: Rows, problem: str
 ) -> None:
-    rows = [row for row in planted_rows(60, seed=5, per_group=1) if not row["label"]]
-    with pytest.raises(DataError, match="factual"):
-        recalibrated(tmp_path, store, rows, Never)
+    with pytest.raises(DataError, match=problem):
+        recalibrated(store, rows, Never)
 
 
 def test_rows_that_were_spent_here_cannot_be_calibrated_on_nor_the_version_again(
     tmp_path: Path, store: Store
 ) -> None:
-    published(tmp_path, store)
+    published(store)
     options = guarantee_options(tmp_path, rare(150, 5), run_dir=tmp_path / "other", alpha="0.3")
     for bundle in ("planted:1", "planted:2"):
         with pytest.raises(DataError, match=r"the recalibration of planted:2 has spent"):
             plan(store.load(bundle), options, store)
     with pytest.raises(TrainingError, match="recalibrated already.*planted:1"):
-        recalibrated(tmp_path, store, rare(150, 8), Never)
+        recalibrated(store, rare(150, 8), Never)
 
 
 def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(
@@ -257,16 +240,13 @@ def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(
 ) -> None:
     def guaranteed(seed: int) -> tuple[Bundle, Guarantee]:
         options = guarantee_options(tmp_path / str(seed), planted_rows(400, seed=seed))
-        bundle = guarantee(store.load("planted"), options, PlantedEngine, store, console=Quiet())
-        assert bundle is not None
-        assert bundle.manifest.guarantee is not None
-        return bundle, bundle.manifest.guarantee
+        made = guarantee(store.load("planted"), options, PlantedEngine, store, console=Quiet())
+        return present(made), present(present(made).manifest.guarantee)
 
     first, lost = guaranteed(21)
-    bundle, console = recalibrated(tmp_path, store)
-    assert bundle is not None
-    moved, card = bundle.manifest.recalibration, bundle.card()
-    assert moved is not None
+    made, console = recalibrated(store)
+    bundle = present(made)
+    moved, card = present(bundle.manifest.recalibration), bundle.card()
     assert bundle.manifest.guarantee is None
     assert sum("guarantee" in line for line in console.lines) == 2
     assert "## Guarantee" not in card
@@ -283,10 +263,10 @@ def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(
     assert "## Guarantee" in again.card()
 
 
-def test_the_threshold_may_stay_where_it_is(tmp_path: Path, store: Store, trained: Bundle) -> None:
+def test_the_threshold_may_stay_where_it_is(store: Store, trained: Bundle) -> None:
     """A wrong answer costs what it did: on a risk that follows the traffic the same number is
     right."""
-    bundle, record = published(tmp_path, store, threshold_rule="keep")
+    bundle, record = published(store, threshold_rule="keep")
     assert bundle.manifest.threshold == trained.manifest.threshold == 0.5
     # More risks lie above the same number.
     after, before = (scored(b, rare(300, 9))[1].mean() for b in (bundle, trained))
@@ -295,13 +275,13 @@ def test_the_threshold_may_stay_where_it_is(tmp_path: Path, store: Store, traine
     assert "0.5000 before, 0.5000 after: the same number, other decisions" in bundle.card()
 
 
-def test_a_dry_run_loads_no_model_and_writes_nothing(tmp_path: Path, store: Store) -> None:
+def test_a_dry_run_loads_no_model_and_writes_nothing(store: Store) -> None:
     traffic = unlabelled(rare(50, 7))
-    bundle, console = recalibrated(tmp_path, store, engine=Never, dry_run=True, traffic=traffic)
+    bundle, console = recalibrated(store, engine=Never, dry_run=True, traffic=traffic)
     assert bundle is None
     assert "150 labelled rows in 150 groups, new to planted:1" in console.lines[0]
     assert "50 rows of traffic, to be scored" in console.lines[2]
-    assert not (tmp_path / "run").exists()
+    assert not (store.root.parent / "run").exists()
 
 
 def test_a_bundle_without_recorded_risks(tmp_path: Path, store: Store, trained: Bundle) -> None:
@@ -311,19 +291,18 @@ def test_a_bundle_without_recorded_risks(tmp_path: Path, store: Store, trained: 
     del evaluation["out_of_fold"]["risks"], evaluation["rows_seen"]
     republished(store, trained, evaluation)
     with pytest.raises(TrainingError, match="name its training file"):
-        recalibrated(tmp_path, store, engine=Never)
-    bundle, console = recalibrated(tmp_path, store, traffic=traffic, trained_on=(train, test))
+        recalibrated(store, engine=Never)
+    bundle, console = recalibrated(store, traffic=traffic, trained_on=(train, test))
     assert bundle is not None
-    assert "against the best mixture" in "\n".join(console.lines)
+    assert "against the best mixture" in console.text
     del evaluation["held_out"]
     bare = republished(store, trained, evaluation).reference
     options: Options = {"bundle": bare, "trained_on": (train,)}
     with pytest.raises(TrainingError, match="no risks of its training rows.*--allow-other-shift"):
-        recalibrated(tmp_path, store, engine=Never, traffic=traffic, **options)
+        recalibrated(store, engine=Never, traffic=traffic, **options)
     # Labels alone need no such comparison.
-    assert "traffic" not in published(tmp_path, store, **options)[1]
+    assert "traffic" not in published(store, **options)[1]
     options |= {"traffic": traffic, "allow_other_shift": True}
-    bundle, console = recalibrated(tmp_path, store, **options)
-    assert "cannot be tested: going on because of --allow-other-shift" in "\n".join(console.lines)
-    assert bundle is not None
-    assert "was not tested: someone insisted" in bundle.card()
+    bundle, console = recalibrated(store, **options)
+    assert "cannot be tested: going on because of --allow-other-shift" in console.text
+    assert "was not tested: someone insisted" in present(bundle).card()

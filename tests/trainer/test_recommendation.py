@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,10 @@ def test_the_rival_that_reads_words_alone_sees_no_model() -> None:
     assert all((risk == 0).all() for _, risk in wordless)
 
 
-def test_a_run_ends_with_the_page_and_the_card_begins_with_it(tmp_path: Any) -> None:
+def test_a_run_ends_with_the_page_and_the_card_begins_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.trainer.run.better_options", lambda *_: ["--other gains"])
     bundle, console = run(tmp_path, rows=planted_rows(240), seeds=(0,), folds=2)
     record = bundle.evaluation()["recommendation"]
     assert record["rival"] == TEXT, "the words of planted prompts give the label away"
@@ -125,6 +129,7 @@ def test_a_run_ends_with_the_page_and_the_card_begins_with_it(tmp_path: Any) -> 
     lines = page.splitlines()
     start = console.lines.index("## Does it pay for this model?")
     assert console.lines[start : start + len(lines)] == lines
+    assert console.lines[start - 1] == "--other gains"
     assert f"**{record['sentence']}**" in lines
     assert {"capital", "river", "element"} == set(record["by_kind"])
     assert section(bundle, "Does it pay for this model?").startswith(f"**{record['sentence']}**")

@@ -16,6 +16,7 @@ from service.trainer.options import TrainOptions
 from service.trainer.training_set import SAMPLE_SHARE, SAMPLE_SIZE, draw_sample
 from tests.fitting.planted import Quiet, planted_rows, write_rows
 from tests.kit.chats import turns
+from tests.kit.present import present
 from tests.kit.rows import Options, Row, Rows
 from tests.trainer.made import ONE, run
 
@@ -133,14 +134,13 @@ def test_few_rows_and_few_groups_of_a_class_stay(tmp_path: Path) -> None:
 
 def test_a_run_keeps_the_sample_in_the_bundle(tmp_path: Path) -> None:
     bundle, console = run(tmp_path, rows=planted_rows(600), keep_sample=True, **ONE)
-    sample, data = sample_of(bundle), bundle.evaluation()["data"]
-    assert sample is not None
+    sample, data = present(sample_of(bundle)), bundle.evaluation()["data"]
     assert len(sample.questions) == 15
     assert data["rows"] == bundle.manifest.training.rows == 570
     whole = dataset(tmp_path / "rows.jsonl", planted_rows(600)).digest
     assert data["digest"] == bundle.manifest.training.data_digest == whole
-    [line] = [line for line in console.lines if "left out of training" in line]
-    assert line.startswith("15 questions")
+    line = console.line("15 questions")
+    assert "left out of training" in line
     assert "(30 rows;" in line
     again, _ = run(tmp_path, keep_sample=True, **ONE)  # resumes
     assert sample_of(again) == sample

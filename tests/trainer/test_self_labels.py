@@ -4,9 +4,7 @@ one."""
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle
-from probes_store.store import Store
 from service.data.labels import SAMPLES_FILE
 from service.data.options import SAMPLE_TEMPERATURE, SAMPLES
 from service.data.training_rows import read_dataset
@@ -23,12 +20,12 @@ from service.errors import DataError, TrainingError
 from service.trainer.options import GuaranteeOptions, RecalibrateOptions, TrainOptions
 from service.trainer.rates import FIRST_CALL
 from service.trainer.recalibrate import recalibrate
-from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, dataset_of, planted_rows, write_rows
 from tests.kit.rows import Options, Rows, lines_named
 from tests.kit.tables import lines
-from tests.trainer.made import FAST, Never, options_on, run, served, store_of
+from tests.trainer.made import Never, options_on, run, served, store_of
 
+ROWS = ("rows.jsonl",)
 OWN: Options = {"labels": "self", "seeds": (0,), "answer_probes": False}
 KNOWN, UNKNOWN = 0.85, 0.2  # probability that a sample agrees
 
@@ -104,7 +101,7 @@ def test_questions_alone_train_a_bundle_that_says_what_its_risk_means(
     card = " ".join(bundle.card().split())
     for words in CARD:
         assert words in card
-    assert any("contradicts itself" in line for line in console.lines)
+    assert "contradicts itself" in console.text
     assert "recommendation" not in evaluation, "nobody knows what is wrong"
     crossed = evaluation["cross_validation"]["signals"]["depth_mean_unit_norm"]
     assert crossed["auroc"]["mean"] > 0.8
@@ -174,12 +171,6 @@ def test_held_out_rows_with_answers_need_no_samples(tmp_path: Path, answers: boo
         assert "by the model's own samples) that took no part in training" in bundle.card()
 
 
-def test_the_mixture_of_forms_is_the_default() -> None:
-    options = TrainOptions(data=("rows.jsonl",), labels="self")
-    assert options.wanted_forms == ("mixture",)
-    assert options.scale == "joint"
-
-
 def test_fifty_labels_put_it_on_the_scale_of_wrong_answers(
     trained: tuple[Bundle, Quiet], tmp_path: Path
 ) -> None:
@@ -209,20 +200,6 @@ def test_traffic_without_labels_tells_nothing_of_wrong_answers(
         recalibrate(store.load("planted:1"), options, Never, store, console=Quiet())
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"class_balance": "downsample"}, "class_balance"),
-        ({"calibration": Path("more.jsonl")}, "calibration"),
-        ({"answers_decoding": "temperature=0.7"}, "answers_decoding"),
-    ],
-)
-def test_options_that_need_labels_are_refused(change: Options, field: str) -> None:
-    with pytest.raises(TrainingError) as caught:
-        TrainOptions(name="x", data=("rows.jsonl",), labels="self", **change).check()
-    assert caught.value.param == field
-
-
 def test_an_engine_that_cannot_sample_is_refused_before_it_reads(tmp_path: Path) -> None:
     engine = PlantedEngine()
     with pytest.raises(TrainingError, match="the transformers engine") as caught:
@@ -239,23 +216,15 @@ def test_a_model_that_always_agrees_has_nothing_to_teach(tmp_path: Path) -> None
         run(tmp_path, Sure(), questions(), **OWN)
 
 
-def test_the_trial_says_what_the_samples_take(tmp_path: Path, no_pictures: None) -> None:
-    options = options_on(
-        TrainOptions,
-        tmp_path,
-        questions(),
-        **FAST | OWN | {"evaluate": False},
-        name="planted",
-        test=write_rows(tmp_path / "test.jsonl", planted_rows(60, seed=3)),
-    )
-    console, store = Quiet(), Store(tmp_path / "store")
+def test_the_trial_says_what_the_samples_take(tmp_path: Path) -> None:
+    options = OWN | {"evaluate": False, "measure": True, "test": planted_rows(60, seed=3)}
     first, second = SamplingEngine(), SamplingEngine()
-    train(options, lambda: first, store, console=console, measure=True)
+    _, console = run(tmp_path, first, questions(), **options)
     to_do = console.line("to do: ")
     assert "300 answers of up to 48 tokens, and 5 sampled ones of 240 rows" in to_do
     assert first.sampled[0] == FIRST_CALL, "the trial"
     assert sum(first.sampled[1:]) == 240
-    train(replace(options, wrong_costs=4), lambda: second, store, console=console, measure=True)
+    run(tmp_path, second, **options, wrong_costs=4)
     assert second.sampled == [], "they are in the run folder"
 
 
@@ -271,23 +240,23 @@ def test_questions_alone_are_told_of_the_labels_that_need_no_more(
     assert len(caught.value.problems) == 3
 
 
-def test_a_text_has_a_question_a_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        (
+            "\ufeffWho, what, when?\r\n\n  Où est Lyon ? \n",
+            [(1, "Who, what, when?"), (3, "Où est Lyon ?")],
+        ),
+        ('\n{"prompt": "Where?"}\n', [(2, "Where?")]),  # lines of JSON
+    ],
+)
+def test_a_text_has_a_question_a_line(
+    tmp_path: Path, text: str, asked: list[tuple[int, str]]
+) -> None:
     path = tmp_path / "my questions.txt"
-    path.write_bytes("\ufeffWho, what, when?\r\n\n  Où est Lyon ? \n".encode())
+    path.write_bytes(text.encode())
     rows = read_dataset(path, "self", folds=None).rows
-    asked = [(row.line, row.prompt) for row in rows]
-    assert asked == [(1, "Who, what, when?"), (3, "Où est Lyon ?")]
-
-
-def test_a_text_of_json_lines_is_read_as_such(tmp_path: Path) -> None:
-    path = tmp_path / "rows.txt"
-    path.write_text("\n" + json.dumps({"prompt": "Where?"}) + "\n", encoding="utf-8")
-    [row] = read_dataset(path, "self", folds=None).rows
-    assert (row.line, row.prompt) == (2, "Where?")
-
-
-def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "questions.txt"
+    assert [(row.line, row.prompt) for row in rows] == asked
     path.write_bytes(b"Who?\nWh\xe9re?\n")
     with pytest.raises(DataError, match="line 2: not UTF-8 at byte 3"):
         read_dataset(path, "self", folds=None)
@@ -300,8 +269,19 @@ def test_labels_and_answers_of_self_labelled_rows_are_checked(tmp_path: Path) ->
     assert lines_named(caught.value.problems) == ["line 1", "line 2"]
 
 
-@pytest.mark.parametrize("command", [RecalibrateOptions, GuaranteeOptions])
-def test_commands_that_train_nothing_refuse_them(command: Any) -> None:
-    with pytest.raises(TrainingError, match="which train alone can use") as caught:
-        command(data=("rows.jsonl",), labels="self").check()
-    assert caught.value.param == "labels"
+@pytest.mark.parametrize(
+    ("options", "field", "problem"),
+    [
+        (RecalibrateOptions(data=ROWS, labels="self"), "labels", "which train alone can use"),
+        (GuaranteeOptions(data=ROWS, labels="self"), "labels", "which train alone can use"),
+        (
+            TrainOptions(name="x", data=ROWS, labels="self", calibration=Path("more.jsonl")),
+            "calibration",
+            "a guaranteed threshold needs labelled rows",
+        ),
+    ],
+)
+def test_what_needs_labels_refuses_them(options: Any, field: str, problem: str) -> None:
+    with pytest.raises(TrainingError, match=problem) as caught:
+        options.check()
+    assert caught.value.param == field

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from probes_store.store import Store
-from service.data.bank import bank_rows
+from service.data.bank import SPLITS, bank_rows
 from service.data.options import SAMPLES
 from service.data.training_rows import read_dataset
 from service.engines.base import EngineOptions, Extraction
@@ -21,19 +21,18 @@ from service.library.training import MINUTES, THREADS, completed, run_training, 
 from service.readout import Site
 from service.trainer import rates as measuring
 from service.trainer.options import TrainOptions
-from service.trainer.rates import REPEATS, Rates, engine_rates, fit_rates
-from service.trainer.run import train
+from service.trainer.rates import REPEATS, Rates, engine_rates, fit_rates, kept_rates
 from service.trainer.trial import (
     AFTER_S,
     FEWEST,
-    announce,
     duration_text,
     estimated,
     questions_within,
 )
 from service.trainer.volume import Volume, sampled
-from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.trainer.made import FAST, run
+from tests.fitting.planted import PlantedEngine, Quiet, dataset_of, planted_rows, write_rows
+from tests.kit.rows import Options
+from tests.trainer.made import run
 
 TOKEN_S, ANSWER_S, SAMPLE_S = 0.001, 0.5, 0.4
 
@@ -57,16 +56,20 @@ class Timed(PlantedEngine):
         self.now += TOKEN_S * sum(map(len, prompts)) + SAMPLE_S * sum(map(len, seeds))
         return []
 
-    def extract(self, prompts: Any, sites: Any, *others: Any, **read: Any) -> Extraction:
-        sampling = read.get("sampling") or (others[1] if len(others) > 1 else None)
-        self.now += TOKEN_S * sum(map(len, prompts))
-        self.now += 0.0 if sampling is None else ANSWER_S * len(prompts)
+    def extract(
+        self, prompts: Any, sites: Any, poolings: Any = (), sampling: Any = None, **read: Any
+    ) -> Extraction:
+        self.now += self.takes(prompts, sampling is not None)
         self.seen += map(tuple, prompts)
-        return super().extract(prompts, sites, *others, **read)
+        return super().extract(prompts, sites, poolings, sampling, **read)
+
+    def takes(self, prompts: Any, answered: bool) -> float:
+        """The seconds of one call."""
+        return TOKEN_S * sum(map(len, prompts)) + (ANSWER_S * len(prompts) if answered else 0.0)
 
 
 def of_the_bank(folder: Path, **changes: Any) -> TrainOptions:
-    options: dict[str, Any] = {"labels": "generate", "max_new_tokens": 24, "jobs": 1, "seeds": 1}
+    options: Options = {"labels": "generate", "max_new_tokens": 24, "jobs": 1, "seeds": 1}
     return TrainOptions(name="planted", run_dir=folder, **options | changes)
 
 
@@ -76,12 +79,17 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return read_dataset(write_rows(path, bank_rows("train")[:120]), "generate", folds=None)
 
 
+PROMPTS = [tuple(range(5 + number % 40)) for number in range(600)]
+
+
+def rates_of(engine: Timed, options: TrainOptions, prompts: Any = PROMPTS) -> Rates:
+    return engine_rates(engine, prompts, options, engine.clock)
+
+
 @pytest.mark.parametrize("labels", ["generate", "given", "self"])
 def test_rates_are_those_of_the_engine(labels: str, tmp_path: Path) -> None:
     engine = Timed()
-    prompts = [tuple(range(5 + number % 40)) for number in range(600)]
-    options = of_the_bank(tmp_path, labels=labels)
-    rates = engine_rates(engine, prompts, options, engine.clock)
+    rates = rates_of(engine, of_the_bank(tmp_path, labels=labels))
     assert rates.token_s == pytest.approx(TOKEN_S)
     assert rates.answer_s == pytest.approx(0.0 if labels == "given" else ANSWER_S)
     assert rates.sample_s == pytest.approx(SAMPLES * SAMPLE_S if labels == "self" else 0.0)
@@ -95,17 +103,10 @@ def test_answers_are_timed_as_in_calls_of_the_run(
     class Steps(Timed):
         """Its answers share the reading of the weights."""
 
-        def extract(self, prompts: Any, *others: Any, **read: Any) -> Extraction:
-            before = self.now
-            extraction = super().extract(prompts, *others, **read)
-            if read.get("sampling") is not None:
-                self.now = before + TOKEN_S * sum(map(len, prompts)) + shared
-                self.now += each * len(prompts)
-            return extraction
+        def takes(self, prompts: Any, answered: bool) -> float:
+            return super().takes(prompts, False) + (shared + each * len(prompts)) * answered
 
-    engine = Steps()
-    prompts = [tuple(range(5 + number % 40)) for number in range(600)]
-    rates = engine_rates(engine, prompts, of_the_bank(tmp_path, batch_rows=64), engine.clock)
+    rates = rates_of(Steps(), of_the_bank(tmp_path, batch_rows=64))
     assert rates.answer_s == pytest.approx(each + shared / 64, rel=0.01)
 
 
@@ -117,15 +118,12 @@ def test_the_longest_prompts_are_timed_too(labels: str, tmp_path: Path) -> None:
     class Attention(Timed):
         """Reads long prompts slowly."""
 
-        def extract(self, prompts: Any, *others: Any, **read: Any) -> Extraction:
-            for prompt in prompts:
-                if len(prompt) >= 400:
-                    self.now += (long_s - TOKEN_S) * len(prompt)
-            return super().extract(prompts, *others, **read)
+        def takes(self, prompts: Any, answered: bool) -> float:
+            long = sum(len(prompt) for prompt in prompts if len(prompt) >= 400)
+            return super().takes(prompts, answered) + (long_s - TOKEN_S) * long
 
     prompts = [(7,) * (400 if number % 8 == 0 else 40) for number in range(600)]
-    engine = Attention()
-    rates = engine_rates(engine, prompts, of_the_bank(tmp_path, labels=labels), engine.clock)
+    rates = rates_of(Attention(), of_the_bank(tmp_path, labels=labels), prompts)
     told = rates.token_s * sum(map(len, prompts)) + rates.answer_s * len(prompts)
     takes = 525 * 40 * TOKEN_S + 75 * 400 * long_s
     takes += 600 * ANSWER_S if labels == "generate" else 0.0
@@ -213,42 +211,21 @@ def test_what_is_not_measured_by_itself_takes_longer_on_a_busy_machine(tmp_path:
         assert estimated(nothing, rates, options, engine).fitting_s == slowdown * AFTER_S
 
 
-def test_the_first_calls_of_an_engine_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_calls_of_an_engine_do_not_count(tmp_path: Path) -> None:
     class Cold(Timed):
-        def extract(self, prompts: Any, *given: Any, **more: Any) -> Extraction:
-            self.now += 3.0 if self.extracts < 2 else 0.0
-            return super().extract(prompts, *given, **more)
+        def takes(self, prompts: Any, answered: bool) -> float:
+            return super().takes(prompts, answered) + (3.0 if self.extracts < 2 else 0.0)
 
-    rows = write_rows(tmp_path / "rows.jsonl", planted_rows(240))
     options = of_the_bank(tmp_path / "run", labels="given", forms="none", batch_rows=4)
-    told = list[Rates]()
-
-    def kept(rates: Rates, *given: Any) -> Rates:
-        told.append(rates)
-        return rates
-
-    monkeypatch.setattr("service.trainer.trial.fit_rates", kept)
-    engine = Cold()
-    data = read_dataset(rows, "given", folds=5)
-    announce(options, data, None, engine, "text", [options.site], Quiet(), engine.clock)
-    assert told[0].token_s == pytest.approx(TOKEN_S)
+    engine, data = Cold(), dataset_of(tmp_path, planted_rows(240), "given", folds=5)
+    rates = kept_rates(options, data, engine, "text", [options.site], engine.clock)
+    assert rates.token_s == pytest.approx(TOKEN_S)
 
 
 def within(minutes: float, folder: Path, bank: Any, most: int = 9593) -> tuple[int, list[str]]:
     engine, console = Timed(), Quiet()
-    count = questions_within(
-        minutes,
-        of_the_bank(folder),
-        bank,
-        most,
-        lambda questions: questions // 5,
-        engine,
-        "chat",
-        console,
-        engine.clock,
-    )
+    asked = of_the_bank(folder), bank, most, lambda questions: questions // 5
+    count = questions_within(minutes, *asked, engine, "chat", console, engine.clock)
     return count, console.lines
 
 
@@ -265,13 +242,17 @@ def test_minutes_are_fitted_by_the_number_of_questions(tmp_path: Path, bank: Any
     assert caught.value.param == "minutes"
 
 
-def test_the_same_minutes_are_measured_once(tmp_path: Path) -> None:
+def test_the_same_minutes_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {split: bank_rows(split)[:600] for split in SPLITS}
+    monkeypatch.setattr("service.library.training.bank_rows", few.__getitem__)
     options = completed(of_the_bank(tmp_path / "run", minutes=1e6), "owner/tiny")
     assert options.data == ()
     engine, console = Timed(), Quiet()
     chosen = with_questions(options, engine, console, time.monotonic())
-    assert chosen.questions == 9593
-    assert len(Path(chosen.data[0]).read_text(encoding="utf-8").splitlines()) == 9593
+    assert chosen.questions == 600
+    assert len(Path(chosen.data[0]).read_text(encoding="utf-8").splitlines()) == 600
     calls = engine.extracts
     assert with_questions(options, engine, console, time.monotonic()) == chosen
     assert engine.extracts == calls
@@ -298,17 +279,9 @@ def test_a_run_keeps_the_number_of_threads_that_its_first_call_chose(
         raise Loaded
 
     def run_with(threads: int | None = None) -> int | None:
-        options = of_the_bank(tmp_path / "run")
-        chosen = EngineOptions(model="demo")
+        options = of_the_bank(tmp_path / "run"), EngineOptions(model="demo"), Store(tmp_path)
         with pytest.raises(Loaded):
-            run_training(
-                options,
-                chosen,
-                Store(tmp_path),
-                threads=threads,
-                console=Quiet(),
-                report=told.append,
-            )
+            run_training(*options, threads=threads, console=Quiet(), report=told.append)
         return loaded[-1]
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -350,30 +323,21 @@ def test_minutes_choose_the_packages_questions_alone(given: dict[str, Any], word
 
 @pytest.mark.parametrize("labels", ["given", "generate"])
 def test_the_trial_of_rows_as_they_are_is_the_beginning_of_the_run(
-    tmp_path: Path, no_pictures: None, labels: str
+    tmp_path: Path, labels: str
 ) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", planted_rows(240))
-    options: dict[str, Any] = FAST | {"labels": labels, "batch_rows": 16, "evaluate": False}
+    options: Options = {"labels": labels, "batch_rows": 16, "evaluate": False}
     plain, measured = PlantedEngine(), PlantedEngine()
-    expected, _ = run(tmp_path, plain, **options)
-    console, store = Quiet(), tmp_path / "measured"
-    bundle = train(
-        TrainOptions(name="planted", data=(str(rows),), run_dir=tmp_path / "other", **options),
-        lambda: measured,
-        Store(store),
-        console=console,
-        measure=True,
-    )
+    expected, _ = run(tmp_path / "plain", plain, **options)
+    bundle, console = run(tmp_path / "measured", measured, measure=True, **options)
     assert bundle.manifest.digest == expected.manifest.digest
     assert (measured.extracts, measured.generates) == (plain.extracts, plain.generates)
-    [to_do] = [line for line in console.lines if line.startswith("to do: ")]
+    to_do = console.line("to do: ")
     assert to_do.startswith("to do: 240 training rows; ")
     assert ("240 answers of up to 48 tokens" in to_do) == (labels == "generate")
-    [line] = [line for line in console.lines if line.startswith("measured in ")]
+    line = console.line("measured in ")
     assert "the run takes about" in line
     assert "of memory and" in line
-    [took] = [line for line in console.lines if line.startswith("took ")]
-    assert "(estimated: " in took
+    assert "(estimated: " in console.line("took ")
 
 
 def test_durations_are_for_people() -> None:
