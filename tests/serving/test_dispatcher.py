@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,10 @@ async def test_what_is_counted_are_failing_passes_and_not_the_answers_in_them(
         assert not bench.dispatcher.alive
 
 
+def _has_more(handle: RequestHandle, tokens: int) -> bool:
+    return handle.jobs[0].tokens > tokens
+
+
 async def test_a_step_that_succeeds_between_failing_passes_begins_the_count_anew(
     bench: Bench, monkeypatch: Patch
 ) -> None:
@@ -465,8 +470,8 @@ async def test_a_step_that_succeeds_between_failing_passes_begins_the_count_anew
         bench.script.fail = RuntimeError("no memory")  # of prefills
         with pytest.raises(EngineError):
             await bench.request(f"prompt {n}").answers()
-        bench.script.fail, before = None, going_on.jobs[0].tokens
-        await until_on_loop(lambda before=before: going_on.jobs[0].tokens > before)  # type: ignore[misc]
+        bench.script.fail = None
+        await until_on_loop(partial(_has_more, going_on, going_on.jobs[0].tokens))
     assert bench.dispatcher.alive
     going_on.cancel()
 

@@ -113,7 +113,8 @@ def test_no_request_is_lost_and_each_digest_matches_its_risk(
         asking = [pool.submit(ask, client, number) for number in range(12)]
         try:
             for swap in range(1, 5):
-                before, service = len(digests), client.app.state.service  # type: ignore[attr-defined]
+                app: Any = client.app
+                before, service = len(digests), app.state.service
                 assert client.portal is not None
                 client.portal.call(service.lifecycle.reload, partial(load, bundles[swap % 2]))
                 until(lambda before=before: len(digests) >= before + 24)

@@ -126,7 +126,8 @@ class Model(nn.Module):
         self.model = Decoder(Block, added)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.model(None, torch.arange(len(hidden)), None, hidden)  # type: ignore[no-any-return]
+        output: torch.Tensor = self.model(None, torch.arange(len(hidden)), None, hidden)
+        return output
 
 
 def installed(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from html import unescape
 from html.parser import HTMLParser
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -79,7 +80,8 @@ TABLE = Table("main", "Main", METHODS, ROWS, "tab:main-results", "By set.", ["Se
 )
 def test_a_cell_is_written_by_its_column(column: str, cell: str, text: str) -> None:
     kind, digits = column.split()
-    assert cell_text(Column("x", "X", kind, int(digits)), json.loads(cell)) == text  # type: ignore[arg-type]
+    described: Any = ("x", "X", kind, int(digits))
+    assert cell_text(Column(*described), json.loads(cell)) == text
 
 
 @pytest.mark.parametrize(
