@@ -219,6 +219,8 @@ def test_a_layer_may_be_constant_in_one_fold(
     assert np.linalg.norm(whole.probes_.direction, axis=1) == pytest.approx(1.0)
     found = evaluate(replace(plain, readouts=data), folds=3, seeds=(0,), probe=probe)
     assert found.document["signals"]["depth_mean_unit_norm"]["auroc"]["mean"] > 0.75
+    for side, _ in found.tests["depth_mean_unit_norm"]:
+        assert not set(plain.group[side]) & set(np.delete(plain.group, side)), "groups are whole"
     # The cross-fit's fold, and in the nested evaluation its outer fold and that one's inner folds.
     zeros = sum(not fit.direction.any(axis=1).all() for fit in kept)
     assert zeros == (0 if heads == [1] else 2 + 2)

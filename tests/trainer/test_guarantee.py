@@ -17,6 +17,7 @@ from probes_store.manifest import Manifest
 from probes_store.records import OUTSIDE, Guarantee
 from probes_store.store import Store
 from service.errors import DataError, NoThreshold, RunMismatch, TrainingError
+from service.readout import Geometry
 from service.scoring import Scorer
 from service.trainer import new_rows
 from service.trainer.guarantee import GuaranteePlan, guarantee, plan, rows_to_label
@@ -480,6 +481,9 @@ def test_a_plan_reads_no_label(store: Store) -> None:
 COPIES = ("{}", "{} (2)", "Tell me: {}", "{} Thanks!")
 
 
+WIDE = Geometry(2, 2, 60, 60)  # room to know a hundred questions by heart
+
+
 class Recognises(PlantedEngine):
     """Reads the same of each wording of a question."""
 
@@ -499,7 +503,7 @@ def copied(rows: Rows, copies: int) -> Rows:
 def test_coin_labels_of_paraphrases_have_no_signal(tmp_path: Path) -> None:
     rows = copied(planted_rows(100, shuffled=True, per_group=1), 4)
     with pytest.raises(TrainingError, match="no signal: the nested AUROC is 0"):
-        run(tmp_path, Recognises(), rows, folds=4, seeds=(0,))
+        run(tmp_path, Recognises(geometry=WIDE), rows, folds=4, seeds=(0,))
     assert not list((tmp_path / "store").rglob("bundle.json"))
 
 
